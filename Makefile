@@ -1,0 +1,64 @@
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+LOCK := requirements/lock-py311.txt
+LOCK_LATEST := requirements/lock-py312.txt
+
+# Running it is the test: a version manager's stand-in may lie on PATH without the version behind it.
+find_python = $(shell for name in python$(1) python3; do \
+	"$$name" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "$(1)")' 2>/dev/null && echo "$$name" && break; done)
+PYTHON ?= $(call find_python,3.11)
+PYTHON_LATEST ?= $(call find_python,3.12)
+VENV = $(shell "$(PYTHON)" tools/environment.py path $(LOCK))
+VENV_LATEST = $(shell env -u MEGATRON_RL_VENV "$(PYTHON_LATEST)" tools/environment.py path $(LOCK_LATEST))
+
+# The package is found in this checkout, not in the environment, which other checkouts share.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help
+help: ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
+
+.PHONY: python
+python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 not found. Install python3.11 and python3.11-venv, or set PYTHON=/path/to/python3.11"; exit 1; }
+
+.PHONY: setup
+setup: python ## install the locked dependencies into a cached environment outside the checkout
+	@"$(PYTHON)" tools/environment.py install $(LOCK)
+
+.PHONY: demo
+demo: setup ## train a tiny agent on the CPU and show its report
+	@"$(VENV)/bin/python" -m megatron_rl.cli demo
+
+.PHONY: test
+test: python ## everything a change must pass: setup, lint, unit, distributed, HF, demo
+	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python"
+
+.PHONY: lint
+lint: setup ## ruff check and ruff format --check
+	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" lint
+
+.PHONY: test-unit
+test-unit: setup ## tests of one process
+	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" unit
+
+.PHONY: test-dist
+test-dist: setup ## tests of up to 8 gloo ranks with real Megatron
+	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" dist
+
+.PHONY: test-full
+test-full: setup ## every test, also the slow ones (up to an hour); what the machine lacks is skipped with a reason
+	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" lint full demo
+
+.PHONY: test-latest
+test-latest: ## unit, distributed and HF tests on Python 3.12 and the newest Megatron-Core
+	@test -n "$(PYTHON_LATEST)" || { echo "Python 3.12 not found (Megatron-Core 0.19.2 needs it). Install python3.12 and python3.12-venv, or set PYTHON_LATEST=/path/to/python3.12"; exit 1; }
+	@env -u MEGATRON_RL_VENV "$(PYTHON_LATEST)" tools/environment.py install $(LOCK_LATEST)
+	@"$(PYTHON_LATEST)" tools/lanes.py --python "$(VENV_LATEST)/bin/python" unit dist hf
+
+.PHONY: clean
+clean: ## remove caches and build leftovers of this checkout (the cached environment stays)
+	@find . -name .git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+	@rm -rf .hypothesis .pytest_cache .ruff_cache build dist megatron_rl.egg-info

@@ -1,0 +1,116 @@
+"""Other weights in the live model: the EWMA anchor of PPO-EWMA (arXiv 2110.00641) and a frozen reference policy.
+
+Both live where the float32 main weights live, sharded with the distributed optimizer; no second model exists. Swapping in
+is a copy and an all-gather, and swapping out restores the trained weights bit for bit:
+
+* where main weights *are* the model's memory (float32), they are stashed first and copied back;
+* where they are apart (bfloat16), they are never written: the model's copies are made from the anchor, then from them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_rl.backend.optimizer import Optimizer
+from megatron_rl.backend.parameters import main_copies
+from megatron_rl.objectives.ewma import ewma_update
+
+
+def main_weights(optimizer: Optimizer) -> list[torch.Tensor]:
+    """This rank's float32 main weights (flat pieces under the distributed optimizer), in a fixed order."""
+    return [main for part in optimizer.parts for main, _ in main_copies(part)]
+
+
+@contextlib.contextmanager
+def swapped_in(optimizer: Optimizer, weights: list[torch.Tensor]) -> Iterator[None]:
+    """Run with `weights` in place of the trained ones.
+
+    Args:
+        optimizer: the live model's.
+        weights: one tensor per `main_weights` entry.
+    """
+    pairs = [pair for part in optimizer.parts for pair in main_copies(part)]
+    owned = {chunk_param.untyped_storage().data_ptr() for chunk_param in _model_parameters(optimizer)}
+    aliased = [main.untyped_storage().data_ptr() in owned for main, _ in pairs]
+    stash = [main.detach().clone() if alias else None for (main, _), alias in zip(pairs, aliased, strict=True)]
+    with torch.no_grad():
+        _show(optimizer, [main for main, _ in pairs], aliased, weights)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            kept = [main if saved is None else saved for (main, _), saved in zip(pairs, stash, strict=True)]
+            _show(optimizer, [main for main, _ in pairs], aliased, kept)
+
+
+def _model_parameters(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
+    for chunk in optimizer.model.bare:
+        yield from chunk.parameters()
+
+
+def _show(optimizer: Optimizer, mains: list[torch.Tensor], aliased: list[bool], weights: list[torch.Tensor]) -> None:
+    """Make the model compute with `weights`, leaving separate main weights as they are."""
+    originals = []
+    for main, alias, weight in zip(mains, aliased, weights, strict=True):
+        originals.append(main.data)
+        if alias:
+            main.data.copy_(weight)
+        else:
+            main.data = weight.detach()
+    for part in optimizer.parts:
+        if hasattr(part, "_copy_main_params_to_model_params"):
+            part._copy_main_params_to_model_params()
+    for main, original in zip(mains, originals, strict=True):
+        main.data = original
+    if optimizer.model.topology.config.distributed_optimizer:
+        for chunk in optimizer.model.chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
+@dataclass
+class Anchor:
+    """EWMA of the main weights: Z₀ = 1, θ̄₀ = θ₀; after optimizer step n: Z ← βZ + 1, θ̄ ← (βZ_old θ̄ + θ)/Z (spec §10)."""
+
+    optimizer: Optimizer
+    decay: float
+    z: float = 1.0
+    average: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.average:
+            self.restart()
+
+    def restart(self) -> None:
+        """θ̄ = θ, Z = 1."""
+        self.z, self.average = 1.0, [main.detach().clone() for main in main_weights(self.optimizer)]
+
+    def tick(self) -> None:
+        """Once after every completed policy step, and at no other time."""
+        self.z = ewma_update(self.z, self.decay, self.average, main_weights(self.optimizer))
+
+    def swapped_in(self):
+        """Context: the model computes with θ̄."""
+        return swapped_in(self.optimizer, self.average)
+
+
+@dataclass
+class Reference:
+    """π_ref as a frozen copy of the main weights, kept on the CPU between uses."""
+
+    optimizer: Optimizer
+    weights: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.weights:
+            self.weights = [main.detach().to("cpu", copy=True) for main in main_weights(self.optimizer)]
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Context: the model computes with the reference weights."""
+        mains = main_weights(self.optimizer)
+        with swapped_in(self.optimizer, [w.to(m.device) for w, m in zip(self.weights, mains, strict=True)]):
+            yield

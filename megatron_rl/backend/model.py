@@ -1,0 +1,286 @@
+"""Actor and critic as Megatron `GPTModel`s: configuration from HF settings, layer spec, heads, data-parallel wrapping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megatron_rl.backend import platform
+from megatron_rl.backend.attention import PackedCausalAttention
+from megatron_rl.backend.logprobs import KeepHidden, ValueHead
+from megatron_rl.backend.replay import RouteRegistry
+from megatron_rl.backend.topology import Topology, check_model_fits
+from megatron_rl.config import ParallelConfig, PerformanceConfig
+from megatron_rl.hf.config import HFModelConfig
+
+Role = Literal["policy", "value"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class SequenceParallelRMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm with the mark by which Megatron sums its gradient over sequence shards.
+
+    Megatron's wrapper of the torch norm refuses sequence parallelism, which MoE layers need at TP > 1; on a sequence shard
+    the plain norm is right, and only the mark is missing.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=platform.device_of_new_parameters(config))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+@dataclass
+class Model:
+    """The live chunks of one model on this rank."""
+
+    role: Role
+    hf: HFModelConfig
+    config: TransformerConfig
+    topology: Topology
+    chunks: list[torch.nn.Module]
+    """What Megatron's schedules run: wrapped for data parallelism."""
+    bare: list[GPTModel]
+    """The same, unwrapped."""
+    registry: RouteRegistry
+
+    @property
+    def head(self) -> torch.nn.Module | None:
+        """Output layer or value head, where this rank holds the last stage."""
+        return self.bare[-1].output_layer if self.bare[-1].post_process else None
+
+    def output_weight(self) -> torch.Tensor:
+        """[V/tp, h] rows of the (possibly tied) output layer on the last stage."""
+        last = self.bare[-1]
+        return last.shared_embedding_or_output_weight() if last.share_embeddings_and_output_weights else self.head.weight
+
+    def train(self, mode: bool = True) -> None:
+        """Training mode. Nothing here drops out, so log-probs are the same either way; kept for what users plug in."""
+        for chunk in self.chunks:
+            chunk.train(mode)
+
+
+def transformer_config(
+    hf: HFModelConfig, parallel: ParallelConfig, performance: PerformanceConfig, dtype: torch.dtype, *, meta: bool = False
+) -> TransformerConfig:
+    """Megatron's configuration of an HF model under a layout.
+
+    Args:
+        hf: what config.json says.
+        parallel, performance: the layout and Megatron's switches.
+        dtype: of parameters and activations.
+        meta: build parameters on the meta device (planning).
+
+    Raises:
+        ConfigError: the layout does not divide the model.
+    """
+    check_model_fits(
+        parallel,
+        heads=hf.num_heads,
+        kv_heads=hf.num_kv_heads,
+        experts=hf.num_experts if hf.moe_layers else 0,
+        layers=hf.num_layers,
+        ffn=hf.moe_ffn_size,
+    )
+    return TransformerConfig(
+        **_shape(hf), **_layout(parallel, hf), **_numerics(dtype, performance, meta), **_recompute(parallel)
+    )
+
+
+def _shape(hf: HFModelConfig) -> dict:
+    shape = dict(
+        num_layers=hf.num_layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.num_heads,
+        num_query_groups=hf.num_kv_heads,
+        kv_channels=hf.head_dim,
+        ffn_hidden_size=hf.ffn_size,
+        layernorm_epsilon=hf.rms_norm_eps,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    if hf.moe_layers:
+        shape.update(
+            num_moe_experts=hf.num_experts,
+            moe_router_topk=hf.topk,
+            moe_ffn_hidden_size=hf.moe_ffn_size,
+            moe_layer_freq=[int(i in hf.moe_layers) for i in range(hf.num_layers)],
+            moe_router_score_function="softmax",
+            # Softmax after the top-k renormalises over the chosen; before it keeps the raw shares.
+            moe_router_pre_softmax=not hf.norm_topk_prob,
+            moe_router_dtype="fp32",
+            # Router losses are ours (backend/replay.py): Megatron's are products of means per micro-batch.
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+        )
+    return shape
+
+
+def _layout(parallel: ParallelConfig, hf: HFModelConfig) -> dict:
+    interleaved = parallel.virtual_pipeline > 1
+    return dict(
+        tensor_model_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.tensor > 1,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
+        num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
+        pipeline_model_parallel_layout=parallel.pipeline_layout,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert if hf.moe_layers else 1,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        # Under interleaving, batched point-to-point calls hang on gloo; overlapped single ones do not.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        # All micro-batches of a step have one length: variable lengths deadlock at deep pipelines.
+        variable_seq_lengths=False,
+    )
+
+
+def _numerics(dtype: torch.dtype, performance: PerformanceConfig, meta: bool) -> dict:
+    fused = platform.have_transformer_engine()
+    return dict(
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        # The loss carries its own global weights (batching and reduce): Megatron sums, nobody divides.
+        calculate_per_token_loss=True,
+        use_cpu_initialization=not platform.on_gpu() and not meta,
+        init_model_with_meta_device=meta,
+        perform_initialization=False,
+        gradient_accumulation_fusion=performance.gradient_accumulation_fusion,
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=fused,
+        persist_layer_norm=False,
+        moe_grouped_gemm=performance.moe_grouped_gemm,
+        moe_token_dispatcher_type=performance.moe_dispatcher,
+        moe_permute_fusion=performance.moe_permute_fusion,
+        transformer_impl="transformer_engine" if fused else "local",
+    )
+
+
+def _recompute(parallel: ParallelConfig) -> dict:
+    if parallel.recompute == "none":
+        return {}
+    if parallel.recompute == "selective":
+        return dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+    return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Layers of one chunk: Transformer Engine's where it is installed, else Megatron's local ones with our norm and attention."""
+    if config.transformer_impl == "transformer_engine":
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+    spec.layer_norm = SequenceParallelRMSNorm
+    for layer in spec.layer_specs:
+        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = SequenceParallelRMSNorm
+        attention.core_attention = PackedCausalAttention
+        attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
+    return spec
+
+
+def padded_vocab(hf: HFModelConfig, parallel: ParallelConfig, multiple: int) -> int:
+    """Vocabulary rows after padding to `multiple`·TP."""
+    unit = multiple * parallel.tensor
+    return -(-hf.vocab_size // unit) * unit
+
+
+def build_chunks(
+    hf: HFModelConfig, config: TransformerConfig, topology: Topology, role: Role, vocab_multiple: int = 1
+) -> list[GPTModel]:
+    """This rank's bare chunks with their role's head, parameters uninitialised (they are imported or loaded)."""
+    vocab = padded_vocab(hf, topology.config, vocab_multiple)
+    return [
+        _build_chunk(hf, config, topology, role, vocab, vp)
+        for vp in (range(topology.config.virtual_pipeline) if topology.config.virtual_pipeline > 1 else [None])
+    ]
+
+
+def _build_chunk(hf, config, topology: Topology, role: Role, vocab: int, vp: int | None) -> GPTModel:
+    last_vp = vp is None or vp == topology.config.virtual_pipeline - 1
+    chunk = GPTModel(
+        config,
+        layer_spec(config, vp),
+        vocab_size=vocab,
+        max_sequence_length=hf.max_positions,
+        pre_process=topology.first_stage and not vp,
+        post_process=topology.last_stage and last_vp,
+        share_embeddings_and_output_weights=role == "policy" and hf.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=hf.rope_theta,
+        vp_stage=vp,
+    )
+    if chunk.post_process:
+        chunk.output_layer = (
+            KeepHidden(chunk.output_layer)
+            if role == "policy"
+            else ValueHead(
+                hf.hidden_size,
+                dtype=config.params_dtype,
+                sequence_parallel=config.sequence_parallel,
+                device=platform.device_of_new_parameters(config),
+            )
+        )
+    return chunk
+
+
+def _mark_experts(chunk: GPTModel) -> None:
+    """Reduce expert gradients over the expert-data group in every layout.
+
+    Megatron does so only when EP > 1. With EP = 1 and expert-TP ≠ TP it would leave out the sum over tensor-parallel ranks,
+    each of which saw other tokens. Marking always also keeps one optimizer structure (dense, then experts) in every layout,
+    so that checkpoints reshard to and from EP = 1.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False
+
+
+def build_model(
+    hf: HFModelConfig,
+    config: TransformerConfig,
+    topology: Topology,
+    role: Role,
+    *,
+    vocab_multiple: int = 1,
+) -> Model:
+    """Build this rank's part of a model, wrapped for data-parallel training.
+
+    Args:
+        hf, config: from `hf.read_hf_config` and `transformer_config`; `config` must not be shared with another model.
+        topology: the layout's groups.
+        role: `policy` (log-probs) or `value` (critic).
+        vocab_multiple: padding of the vocabulary.
+    """
+    bare = build_chunks(hf, config, topology, role, vocab_multiple)
+    bare = [chunk.to(platform.device()) for chunk in bare]
+    for chunk in bare:
+        _mark_experts(chunk)
+    registry = RouteRegistry(bare)
+    wrapped = [Float16Module(config, chunk) for chunk in bare] if config.bf16 else bare
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=topology.config.distributed_optimizer,
+        average_in_collective=False,
+    )
+    chunks = [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(wrapped)
+    ]
+    return Model(role, hf, config, topology, chunks, bare, registry)

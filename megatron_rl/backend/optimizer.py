@@ -1,0 +1,115 @@
+"""Megatron's optimizer under one contract: gradients arrive summed, the global norm is right, a bad step changes nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from megatron_rl.backend import platform
+from megatron_rl.backend.model import Model
+from megatron_rl.backend.parameters import copies, data_ranks, main_copies, places
+from megatron_rl.config import OptimizerConfig
+
+
+@dataclass
+class Optimizer:
+    """One model's optimizer and its schedule. `steps` counts completed steps only."""
+
+    model: Model
+    config: OptimizerConfig
+    megatron: MegatronOptimizer
+    steps: int = 0
+
+    @property
+    def parts(self) -> list[MegatronOptimizer]:
+        """Megatron chains one optimizer for dense and one for expert parameters; parts without parameters are left out."""
+        chained = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
+
+    def learning_rate(self) -> float:
+        """Rate of the next step: linear warm-up, then constant."""
+        warmup = self.config.warmup_steps
+        return self.config.lr * min(1.0, (self.steps + 1) / warmup) if warmup else self.config.lr
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float]:
+        """Clip on the global norm g·min(1, c/(‖g‖+1e-6)) and update.
+
+        Returns:
+            (whether parameters changed, the global gradient norm before clipping). A non-finite norm changes nothing.
+        """
+        for group in self.megatron.param_groups:
+            group["lr"] = self.learning_rate()
+        self.megatron.prepare_grads()
+        norm = self.gradient_norm()
+        if not math.isfinite(norm):
+            self.zero_grad()
+            return False, norm
+        for part in self.parts:
+            if parameters := part.get_parameters():
+                clip_grad_by_total_norm_fp32(parameters, max_norm=self.config.clip_grad, total_norm=norm)
+        self.megatron.step_with_ready_grads()
+        # The float32 optimizer hands Megatron's gradient buffer to torch: left there, backward would add to it twice.
+        self.megatron.zero_grad()
+        self.steps += 1
+        return True, norm
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """‖g‖₂ over every distinct parameter of the model, float64.
+
+        Megatron before 0.19 leaves expert gradients of all but the first tensor-parallel rank out of the norm under
+        expert + tensor parallelism (Megatron-LM#5916): it takes a parameter's `tensor_model_parallel` mark for the question
+        whether ranks hold copies. Here each gradient is divided by the number of ranks that hold it, which the conversion
+        table knows. Can go when 0.19 is the oldest supported version.
+        """
+        square = torch.zeros((), dtype=torch.float64, device=platform.device())
+        by_parameter = {id(place.parameter): place for place in places(self.model)}
+        sharded = self.model.topology.config.distributed_optimizer
+        for part in self.parts:
+            for main, parameter in main_copies(part):
+                place = by_parameter[id(parameter)]
+                if main.grad is not None and not place.shared:
+                    holders = copies(self.model, place) // (data_ranks(self.model, place) if sharded else 1)
+                    square += main.grad.double().square().sum() / holders
+        dist.all_reduce(square)
+        return math.sqrt(square.item())
+
+    def zero_grad(self) -> None:
+        """Drop gradients."""
+        self.megatron.zero_grad()
+        for chunk in self.model.chunks:
+            chunk.zero_grad_buffer()
+
+
+def build_optimizer(model: Model, config: OptimizerConfig) -> Optimizer:
+    """AdamW over a model's parameters, sharded over data ranks where the layout says so.
+
+    Gradients of a step are summed over micro-batches and data ranks and divided by nobody: our finaliser passes no token
+    count on.
+    """
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        bf16=model.config.bf16,
+        params_dtype=model.config.params_dtype,
+        use_distributed_optimizer=model.topology.config.distributed_optimizer,
+        clip_grad=config.clip_grad,
+    )
+    model.config.finalize_model_grads_func = _sum_gradients
+    return Optimizer(model, config, get_megatron_optimizer(settings, model.chunks))
+
+
+def _sum_gradients(chunks, num_tokens=None, pg_collection=None, force_all_reduce=False):
+    finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)

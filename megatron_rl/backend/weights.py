@@ -1,0 +1,107 @@
+"""HF checkpoints into live models and back: every rank reads only its own byte ranges; export streams tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from megatron_rl.backend.model import Model
+from megatron_rl.backend.parameters import Place, places, reference
+from megatron_rl.hf.config import HFModelConfig
+from megatron_rl.hf.exporter import join_shards, split_full
+from megatron_rl.hf.importer import load_shard, needs_initialisation
+from megatron_rl.hf.reader import SafetensorsReader
+
+
+@torch.no_grad()
+def import_hf(model: Model, path: str, source: HFModelConfig, *, head_seed: int | None = None) -> None:
+    """Fill a model from an HF checkpoint without a collective.
+
+    Args:
+        model: its parameters are overwritten.
+        path: checkpoint directory.
+        source: `read_hf_config(path)`.
+        head_seed: seed of a fresh value head; None leaves it zero (the first values are then 0).
+
+    Raises:
+        CheckpointError: a tensor is missing, misshapen or non-finite.
+    """
+    reader = SafetensorsReader(path)
+    for place in places(model):
+        if needs_initialisation(source, place.canonical):
+            _fresh_head(place.parameter, head_seed)
+        else:
+            place.parameter.copy_(load_shard(reader, source, reference(model, place)))
+
+
+def _fresh_head(weight: torch.Tensor, seed: int | None) -> None:
+    if seed is None:
+        weight.zero_()
+        return
+    generator = torch.Generator().manual_seed(seed)
+    weight.copy_(torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5)
+
+
+Key = tuple[str, int, int]
+"""(canonical name, layer or -1, expert position on its expert rank or -1)."""
+
+
+@torch.no_grad()
+def export_hf(model: Model, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (HF name, whole tensor) of every tensor, one at a time, on every rank. Collective: all ranks iterate to the end.
+
+    Args:
+        model: the live model.
+        dtype: cast to this on the way; None: as trained.
+    """
+    local = {_key(model, place): place for place in places(model) if not place.shared}
+    owners = _owners(model, list(local))
+    for key, (stage, shape, parameter_dtype, split) in sorted(owners.items()):
+        tensor = _from_stage(model, local.get(key), stage, shape, parameter_dtype)
+        canonical, layer, position = key
+        is_expert = position >= 0
+        group = mpu.get_expert_tensor_parallel_group() if is_expert else model.topology.tp_group
+        full = join_shards(canonical, _all_gather(tensor, group) if split != "replicated" else [tensor], model.hf)
+        per_rank = model.hf.num_experts // model.topology.config.expert if is_expert else 0
+        gathered = _all_gather(full, mpu.get_expert_model_parallel_group()) if is_expert else [full]
+        for rank, part in enumerate(gathered):
+            expert = rank * per_rank + position if is_expert else None
+            for name, piece in split_full(
+                canonical, part, model.hf, layer=layer if layer >= 0 else None, expert=expert
+            ):
+                yield name, piece if dtype is None else piece.to(dtype)
+
+
+def _key(model: Model, place: Place) -> Key:
+    per_rank = model.hf.num_experts // model.topology.config.expert if place.expert is not None else 1
+    position = -1 if place.expert is None else place.expert % per_rank
+    return (place.canonical, -1 if place.layer is None else place.layer, position)
+
+
+def _owners(model: Model, mine: list[Key]) -> dict:
+    """Key → (pipeline stage that holds it, local shape, dtype, split)."""
+    local = {_key(model, p): (tuple(p.parameter.shape), p.parameter.dtype, p.split) for p in places(model) if not p.shared}
+    found: list[dict | None] = [None] * model.topology.pp_group.size()
+    dist.all_gather_object(found, {key: local[key] for key in mine}, group=model.topology.pp_group)
+    return {key: (stage, *entry) for stage, entries in enumerate(found) for key, entry in entries.items()}
+
+
+def _from_stage(model: Model, place: Place | None, stage: int, shape, dtype) -> torch.Tensor:
+    group = model.topology.pp_group
+    if group.size() == 1:
+        return place.parameter.detach()
+    device = next(model.bare[0].parameters()).device
+    tensor = place.parameter.detach().contiguous() if place is not None else torch.empty(shape, dtype=dtype, device=device)
+    dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)
+    return tensor
+
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    if group.size() == 1:
+        return [tensor]
+    out = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(out, tensor.contiguous(), group=group)
+    return out

@@ -1,0 +1,59 @@
+"""Megatron parameters → HF tensors. Collectives are the caller's: this takes shards that were gathered already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from megatron_rl.errors import CheckpointError
+from megatron_rl.hf.config import HFModelConfig
+from megatron_rl.hf.inventory import hf_tensors, is_stored, rule_for
+from megatron_rl.hf.layout import join, unmerge
+
+
+def join_shards(canonical: str, shards: Sequence[Tensor], config: HFModelConfig) -> Tensor:
+    """Tensor-parallel shards of one parameter, in rank order → the whole parameter, vocabulary still padded.
+
+    For experts these are the shards of the expert-tensor-parallel group.
+
+    Raises:
+        CheckpointError: the family has no such parameter, or replicas (norms, routers) are not bit-equal.
+    """
+    try:
+        return join(rule_for(config, canonical).split, shards)
+    except CheckpointError as error:
+        if error.field:
+            raise
+        raise CheckpointError(error.what, field=canonical, found=error.found, expected=error.expected) from None
+
+
+def split_full(
+    canonical: str, full: Tensor, config: HFModelConfig, *, layer: int | None = None, expert: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """A whole parameter → (HF name, tensor) pairs, vocabulary trimmed; nothing for a tied output layer.
+
+    Args:
+        full: the joined parameter; results may be views of it.
+        layer, expert: global and 0-based, None where the parameter has none.
+
+    Raises:
+        CheckpointError: the family has no such parameter, or its shape is not the model's.
+    """
+    rule = rule_for(config, canonical)
+    if not is_stored(config, rule):
+        return
+    tensors = hf_tensors(config, rule, layer, expert)
+    rows = [tensor.shape[0] for tensor in tensors]
+    if rule.split == "vocab":
+        full = full[: rows[0]]
+    expected = (sum(rows), *tensors[0].shape[1:])
+    if tuple(full.shape) != expected:
+        raise CheckpointError(
+            "a whole parameter has another shape than the model",
+            field=canonical,
+            found=tuple(full.shape),
+            expected=expected,
+        )
+    parts = unmerge(full, rows, config.num_kv_heads if rule.split == "qkv" else 1)
+    yield from zip((tensor.name for tensor in tensors), parts, strict=True)

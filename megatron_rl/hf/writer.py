@@ -1,0 +1,192 @@
+"""A checkpoint directory, written as a stream of tensors and visible only when complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.errors import CheckpointError
+from megatron_rl.hf.audit import Audit
+from megatron_rl.hf.config import HFModelConfig
+from megatron_rl.hf.families import ARCHITECTURES
+from megatron_rl.hf.files import read_json
+from megatron_rl.hf.reader import INDEX_FILE, SINGLE_FILE
+
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+)
+"""Patterns of files copied from the source checkpoint as they are."""
+
+
+class StreamingWriter:
+    """Writes one HF checkpoint; a context manager that publishes on success and removes everything on an exception::
+
+        with StreamingWriter(target, config, source) as writer:
+            for name, tensor in tensors:
+                writer.write(name, tensor)
+
+    Shards fill up to `max_shard_bytes` in CPU memory and are then written. All of it goes to a hidden sibling
+    directory, is fsynced, and takes the target's name by one rename. Replacing an existing target renames that away
+    first: a reader may for an instant find neither, never a mixture. A killed process leaves `.NAME.*.partial` behind.
+
+    Args:
+        path: target directory; its parent must exist.
+        config: what is written, with `head="value"` (`HFModelConfig.as_critic`) for a critic.
+        source: directory whose config.json and tokenizer files go along.
+        max_shard_bytes: a larger tensor gets a file of its own.
+        overwrite: replace an existing checkpoint; a directory that holds anything else is never replaced.
+
+    Raises:
+        CheckpointError: the target exists; or, from `write` and on leaving, a tensor is unexpected, duplicate,
+            misshapen, non-finite, constant or missing.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        config: HFModelConfig,
+        source: str | Path,
+        *,
+        max_shard_bytes: int = 5 * 2**30,
+        overwrite: bool = False,
+    ) -> None:
+        self.path, self.source, self._config = Path(path), Path(source), config
+        self._max_bytes = max_shard_bytes
+        _check_target(self.path, overwrite)
+        self._audit = Audit(config)
+        self._directory = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:8]}.partial")
+        self._buffer: dict[str, Tensor] = {}
+        self._buffered_bytes = 0
+        self._shards: list[list[str]] = []
+        self._bytes_by_dtype: Counter[torch.dtype] = Counter()
+
+    def __enter__(self) -> StreamingWriter:
+        self._directory.mkdir()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Add one whole tensor under its HF name; it is copied, so its memory may be reused at once."""
+        if problems := self._audit.observe(name, tensor):
+            raise problems[0].error(self.path)
+        size = tensor.numel() * tensor.element_size()
+        if self._buffer and self._buffered_bytes + size > self._max_bytes:
+            self._flush()
+        self._buffer[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        self._buffered_bytes += size
+        self._bytes_by_dtype[tensor.dtype] += size
+
+    def _flush(self) -> None:
+        file = self._directory / _shard_name(len(self._shards), None)
+        save_file(self._buffer, str(file), metadata={"format": "pt"})
+        self._shards.append(list(self._buffer))
+        self._buffer, self._buffered_bytes = {}, 0
+
+    def _finish(self) -> None:
+        self._audit.report().raise_for_problems(self.path)
+        self._flush()
+        self._name_shards()
+        _write_json(self._directory / "config.json", self._config_json())
+        for file in _side_files(self.source):
+            shutil.copyfile(file, self._directory / file.name)
+        for file in self._directory.iterdir():
+            _fsync(file)
+        _fsync(self._directory)
+        _publish(self._directory, self.path)
+
+    def _name_shards(self) -> None:
+        """Give shards their final names, now that their number is known, and write the index if there are several."""
+        count = len(self._shards)
+        for i in range(count):
+            final = SINGLE_FILE if count == 1 else _shard_name(i, count)
+            (self._directory / _shard_name(i, None)).rename(self._directory / final)
+        if count > 1:
+            weight_map = {name: _shard_name(i, count) for i, names in enumerate(self._shards) for name in names}
+            total = sum(self._bytes_by_dtype.values())
+            _write_json(self._directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+    def _config_json(self) -> dict[str, Any]:
+        """The source's config.json with the head and the dtype of what was really written."""
+        values = read_json(self.source / "config.json")
+        heads = ARCHITECTURES[self._config.model_type]
+        values["architectures"] = [name for name, head in heads.items() if head == self._config.head]
+        if self._config.head == "value":
+            # Without the bias switch transformers adds a score.bias that no file holds.
+            values |= {"num_labels": 1, "id2label": {"0": "value"}, "label2id": {"value": 0}}
+            values |= {"token_classification_bias": False, "classifier_dropout": 0.0}
+        main_dtype = self._bytes_by_dtype.most_common(1)[0][0]
+        values["torch_dtype" if "torch_dtype" in values else "dtype"] = str(main_dtype).removeprefix("torch.")
+        return values
+
+
+def _shard_name(index: int, count: int | None) -> str:
+    return f"model-{index + 1:05d}" + (f"-of-{count:05d}" if count else "") + ".safetensors"
+
+
+def _check_target(path: Path, overwrite: bool) -> None:
+    if not path.exists():
+        return
+    if not overwrite:
+        raise CheckpointError(
+            "the target exists", file=path, found="a file or directory", expected="nothing", setting="overwrite"
+        )
+    if not path.is_dir() or (any(path.iterdir()) and not (path / "config.json").exists()):
+        raise CheckpointError(
+            "refusing to replace what is no checkpoint", file=path, found="no config.json", expected="an HF checkpoint"
+        )
+
+
+def _side_files(source: Path) -> Iterator[Path]:
+    files = {file for pattern in SIDE_FILES for file in source.glob(pattern) if file.is_file()}
+    yield from sorted(files)
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _publish(directory: Path, target: Path) -> None:
+    replaced = target.with_name(f"{directory.name}.replaced")
+    if target.exists():
+        target.rename(replaced)
+    try:
+        directory.rename(target)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
+    _fsync(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

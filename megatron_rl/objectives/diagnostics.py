@@ -1,0 +1,133 @@
+"""What a run should watch, as pure sums.
+
+Unless said otherwise a result is a float64 tensor `[..., 2]` of (numerator, denominator): add it over micro-batches
+and ranks, then `importance.ratio`. Sums, never means of means.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rl.objectives.divergence import estimate
+from megatron_rl.objectives.numerics import check_same_shape, widen
+from megatron_rl.objectives.policy import PolicyLoss
+
+
+@torch.no_grad()
+def mean_sums(values: Tensor, keep: Tensor | None = None) -> Tensor:
+    """(Σ values, count) over the kept entries; bool values give a fraction."""
+    values = (values if keep is None else values[keep]).double()
+    return torch.stack((values.sum(), values.new_tensor(float(values.numel()))))
+
+
+def clip_fractions(result: PolicyLoss, keep: Tensor | None = None) -> dict[str, Tensor]:
+    """Fraction cut on either side of the ratio, over the entries of the masks (decisions, turns or sequences)."""
+    return {
+        "clip_low": mean_sums(result.clipped_low, keep),
+        "clip_high": mean_sums(result.clipped_high, keep),
+    }
+
+
+@torch.no_grad()
+def extreme_ratio(log_ratio: Tensor, tau: float) -> Tensor:
+    """F(τ): fraction of decisions with max(ρ, 1/ρ) > τ."""
+    return mean_sums(widen(log_ratio).abs() > math.log(tau))
+
+
+class Mismatch(NamedTuple):
+    """How far the trainer's policy is from the sampler's, over the decisions given."""
+
+    k1: Tensor
+    """mean of d = -log ρ: estimates KL(μ‖π)."""
+    k3: Tensor
+    """mean of ρ - 1 - log ρ: the same with less variance, never negative."""
+    extreme2: Tensor
+    """F(2)."""
+    extreme5: Tensor
+    """F(5)."""
+    largest: Tensor
+    """max |log ρ|, nats, scalar; reduce with max. 0 for no decisions."""
+    probabilities: Tensor
+    """`[6]` for `pearson`; add over ranks."""
+
+
+@torch.no_grad()
+def mismatch(logprobs: Tensor, behaviour_logprobs: Tensor) -> Mismatch:
+    """Monitors of ρ = π/μ from log π and log μ `[D]`; always on when μ is known."""
+    check_same_shape(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs)
+    log_ratio = widen(logprobs) - widen(behaviour_logprobs)
+    largest = log_ratio.abs().max() if log_ratio.numel() else log_ratio.new_zeros(())
+    return Mismatch(
+        mean_sums(estimate(-log_ratio, "k1")),
+        mean_sums(estimate(-log_ratio, "k3")),
+        extreme_ratio(log_ratio, 2.0),
+        extreme_ratio(log_ratio, 5.0),
+        largest,
+        pearson_sums(widen(logprobs).exp(), widen(behaviour_logprobs).exp()),
+    )
+
+
+@torch.no_grad()
+def pearson_sums(x: Tensor, y: Tensor) -> Tensor:
+    """(n, Σx, Σy, Σx², Σy², Σxy) of probabilities `[D]`, float64 `[6]`, taken from 1: peaked policies crowd there."""
+    x, y = x.double() - 1, y.double() - 1
+    count = x.new_tensor(float(x.numel()))
+    return torch.stack((count, x.sum(), y.sum(), x.square().sum(), y.square().sum(), (x * y).sum()))
+
+
+def pearson(sums: Tensor) -> Tensor:
+    """Correlation coefficient of reduced `pearson_sums`, scalar in [-1, 1]; 0 where either side has no variance."""
+    n, x, y, xx, yy, xy = sums.unbind(-1)
+    n = n.clamp(min=1)
+    spread = ((xx - x * x / n).clamp(min=0) * (yy - y * y / n).clamp(min=0)).sqrt()
+    return torch.where(spread > 0, (xy - x * y / n) / torch.where(spread > 0, spread, 1.0), 0.0).clamp(-1, 1)
+
+
+@torch.no_grad()
+def sums_by_position(values: Tensor, positions: Tensor, edges: Tensor) -> Tensor:
+    """Means of `values` `[D]` by position in the sequence, as sums `[len(edges) + 1, 2]`.
+
+    Args:
+        positions: int64 `[D]`.
+        edges: ascending int64 `[n]`; bin i holds edges[i-1] <= position < edges[i].
+    """
+    check_same_shape(values=values, positions=positions)
+    bins = torch.bucketize(positions, edges, right=True)
+    rows = torch.stack((values.double(), torch.ones_like(values, dtype=torch.float64)), dim=-1)
+    return rows.new_zeros(edges.numel() + 1, 2).index_add(0, bins, rows)
+
+
+def staleness_histogram(staleness: Tensor, maximum: int) -> Tensor:
+    """Decisions by age in updates, int64 `[maximum + 1]`; the last bin holds everything older."""
+    return torch.bincount(staleness.clamp(0, maximum), minlength=maximum + 1)
+
+
+class PromptInformation(NamedTuple):
+    """RAGEN-2 (2604.06268): do responses still depend on their prompts? Sums over N responses."""
+
+    mutual_information: Tensor
+    """mean of matched - marginal, nats per token; at most log N per sequence."""
+    retrieval: Tensor
+    """share of responses whose own prompt explains them best."""
+
+
+@torch.no_grad()
+def prompt_information(cross_logprobs: Tensor, lengths: Tensor) -> PromptInformation:
+    """Matched minus marginal log-likelihood and retrieval accuracy.
+
+    matched_i = log p(Z_i|X_i)/|Z_i|, marginal_i = log mean_j p(Z_i|X_j)/|Z_i|.
+
+    Args:
+        cross_logprobs: log p(Z_i|X_j) summed over the response, `[N, N]`, row i the response, column j the prompt.
+        lengths: |Z_i| tokens, `[N]`, positive.
+    """
+    logprobs = cross_logprobs.double()
+    marginal = torch.logsumexp(logprobs, dim=1) - math.log(max(logprobs.shape[1], 1))
+    own = torch.arange(logprobs.shape[0], device=logprobs.device)
+    gain = (logprobs.diagonal() - marginal) / lengths
+    best = logprobs.argmax(dim=1) if logprobs.numel() else own
+    return PromptInformation(mean_sums(gain), mean_sums(best == own))

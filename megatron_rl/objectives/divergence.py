@@ -1,0 +1,73 @@
+"""Kullback-Leibler estimators from log-probs, and the exact divergence and entropy of plain logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.objectives.numerics import LOG_RATIO_LIMIT, bounded_exp, check_same_shape, widen
+
+
+def estimate(difference: Tensor, estimator: str) -> Tensor:
+    """k1 = d, k2 = d²/2, k3 = expm1(-d) + d, of d = log p - log q at samples of p (KL(p‖q) in expectation for k1, k3).
+
+    The exponent of k3 is clamped to ±20, the linear term is not.
+
+    Args:
+        difference: any shape, nats; at least float32 is formed.
+        estimator: "k1", "k2" or "k3".
+    Raises:
+        ConfigError: unknown estimator.
+    """
+    difference = widen(difference)
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    if estimator == "k3":
+        return torch.expm1((-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + difference
+    raise ConfigError("unknown KL estimator", found=estimator, expected="k1, k2 or k3", setting="KL estimator")
+
+
+def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, estimator: str, log_ratio: Tensor | None = None) -> Tensor:
+    """KL(π_θ‖π_ref) as a per-decision loss `[D]` whose expected *gradient* under the sampler is that of the divergence.
+
+    d = log π_θ - log π_ref. k2's own gradient is right on samples of π_θ. k1's expected gradient is zero and k3's is
+    that of the forward divergence, unless multiplied by the undetached ratio π_θ/μ, which is 1 in value on-policy. k2
+    takes the detached ratio off-policy.
+
+    Args:
+        logprobs: log π_θ `[D]`, carries gradients; `reference_logprobs` `[D]` does not.
+        log_ratio: log π_θ - log μ `[D]`, undetached. On-policy, `logprobs - logprobs.detach()`. May be None for k2
+            only.
+    Raises:
+        ConfigError: k1 or k3 without a ratio, or an unknown estimator.
+    """
+    check_same_shape(logprobs=logprobs, reference_logprobs=reference_logprobs)
+    if log_ratio is None:
+        if estimator != "k2":
+            raise ConfigError(f"{estimator} in a loss needs the ratio to the sampler", setting="KL estimator")
+        return estimate(widen(logprobs) - widen(reference_logprobs.detach()), estimator)
+    check_same_shape(logprobs=logprobs, log_ratio=log_ratio)
+    ratio = bounded_exp(log_ratio.detach() if estimator == "k2" else log_ratio)
+    return ratio * estimate(widen(logprobs) - widen(reference_logprobs.detach()), estimator)
+
+
+def categorical_kl(logits: Tensor, reference_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """KL(π_θ‖π_ref) over the last axis of plain logits, `[..., V]` -> `[...]`; both are divided by `temperature`.
+
+    A token of probability 0 under π_θ (logit -inf) adds nothing; one of probability 0 under π_ref only gives +inf.
+    """
+    check_same_shape(logits=logits, reference_logits=reference_logits)
+    log_p = torch.log_softmax(widen(logits) / temperature, dim=-1)
+    log_q = torch.log_softmax(widen(reference_logits) / temperature, dim=-1)
+    possible = log_p > -torch.inf
+    gap = torch.where(possible, log_p, 0.0) - torch.where(possible, log_q, 0.0)
+    return (log_p.exp() * gap).sum(-1)
+
+
+def categorical_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """-Σ p log p over the last axis of plain logits, `[..., V]` -> `[...]`, nats; a logit of -inf adds nothing."""
+    log_p = torch.log_softmax(widen(logits) / temperature, dim=-1)
+    return -(log_p.exp() * torch.where(log_p > -torch.inf, log_p, 0.0)).sum(-1)

@@ -1,0 +1,177 @@
+"""The recorded rollout: what really happened, token by token.
+
+Axis letters: B trajectories, T raw tokens of the whole batch, N raw tokens of one trajectory, K turns, D decisions,
+L MoE layers, E experts, k top-k. Flat arrays are concatenated over trajectories and cut by `[B+1]` offsets.
+
+Invariants (checked by `rollouts.validate`, relied upon everywhere after it):
+
+* `action_mask[0] = 0`: the first token has no logits before it, so nobody sampled it.
+* `turn_id` is 0, 1, … in order of appearance where `action_mask` is 1, and -1 where it is 0. It decides what a turn is.
+* `logprobs` and `version` are meaningful only where `action_mask` is 1.
+* Never both `terminated` and `truncated`. `boundary_tokens is None` means unknown; an empty array: nothing new seen.
+* `routes[:, i]` are the experts chosen while token i was fed; token N-1 is never fed, hence N-1 rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+FORMAT_VERSION = 1
+
+OUTCOMES = (
+    "completed",
+    "truncated_length",
+    "truncated_turns",
+    "repetition",
+    "tool_error",
+    "environment_error",
+    "aborted",
+)
+"""What ended a trajectory. `environment_error` and `aborted` never enter a loss by default."""
+
+EXCLUDED_OUTCOMES = frozenset({"environment_error", "aborted"})
+
+
+@dataclass(frozen=True)
+class ModelFingerprint:
+    """Which model a rollout's tokens and routes belong to. Two fingerprints are equal or the rollout is refused."""
+
+    architecture: str
+    """HF `model_type`, for instance ``qwen3_moe``."""
+    vocab_size: int
+    """Unpadded vocabulary size V; token ids are in [0, V)."""
+    num_experts: int
+    """E; 0 for a dense model."""
+    topk: int
+    """k; 0 for a dense model."""
+    moe_layers: tuple[int, ...]
+    """0-based decoder layer of each MoE layer, ascending: row l of `routes` is decoder layer `moe_layers[l]`."""
+    tokenizer_hash: str
+    """xxh3 of the tokenizer's vocabulary, or of the environment adapter's when there is no tokenizer."""
+
+
+@dataclass(frozen=True)
+class SamplingTruth:
+    """From which distribution tokens were drawn and log-probs recorded."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means no limit."""
+    logprobs: Literal["processed", "raw"] = "processed"
+    """`processed`: after temperature/top-p/top-k, what was sampled from. `raw`: of the unscaled logits."""
+
+
+@dataclass(frozen=True)
+class RolloutHeader:
+    """What all trajectories of a shard share. Stored in the Arrow schema's metadata."""
+
+    fingerprint: ModelFingerprint
+    sampling: SamplingTruth
+    engine: str
+    """Engine name and version, for instance ``local/transformers-5.24.0``."""
+    format_version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One recorded episode. Written by `engines`, read back by `store`."""
+
+    trajectory_id: str
+    prompt_id: str
+    """Trajectories of one prompt share it; prompt_mean weighting is keyed by it."""
+    group_id: str
+    """Trajectories sampled together for one prompt; group baselines are keyed by it."""
+    tokens: np.ndarray
+    """int32 [N]."""
+    action_mask: np.ndarray
+    """bool [N]: 1 only where the policy sampled the token."""
+    turn_id: np.ndarray
+    """int16 [N]: turn of each sampled token, -1 elsewhere."""
+    logprobs: np.ndarray
+    """float32 [N], nats: log-prob of the behaviour policy that really sampled the token; 0 elsewhere."""
+    version: np.ndarray
+    """int32 [N]: weight version that sampled the token; ignored elsewhere."""
+    turn_rewards: np.ndarray
+    """float32 [K]: feedback that arrived after each turn."""
+    reward: float
+    """Terminal reward, paid on the last decision, in addition to `turn_rewards`."""
+    outcome: str
+    """One of OUTCOMES."""
+    terminated: bool
+    """The environment ended: the successor value is 0."""
+    truncated: bool
+    """Cut short (length, turns): the successor value is the critic's at the boundary."""
+    boundary_tokens: np.ndarray | None = None
+    """int32 [n]: what became visible after the last decision; empty: nothing; None: unknown."""
+    reward_vector: np.ndarray | None = None
+    """float32 [R]: reward components, free of meaning here."""
+    routes: np.ndarray | None = None
+    """uint8 or uint16 [L, N-1, k]: expert ids; the dtype's largest value marks a missing row; None: not recorded."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Free-form, JSON-serialisable."""
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """Recorded trajectories as flat columns: written by `store.read_batch`, read by `training.score` and `batching`.
+
+    Columns are views of memory-mapped Arrow buffers where one shard allows it. Nothing here is ever written to.
+    """
+
+    header: RolloutHeader
+    trajectory_ids: tuple[str, ...]
+    """B ids."""
+    prompt_ids: tuple[str, ...]
+    """B."""
+    group_ids: tuple[str, ...]
+    """B."""
+    offsets: np.ndarray
+    """int64 [B+1]: tokens of trajectory b are [offsets[b], offsets[b+1])."""
+    tokens: np.ndarray
+    """int32 [T]."""
+    action_mask: np.ndarray
+    """bool [T]."""
+    turn_id: np.ndarray
+    """int16 [T]."""
+    logprobs: np.ndarray
+    """float32 [T], nats."""
+    version: np.ndarray
+    """int32 [T]."""
+    turn_offsets: np.ndarray
+    """int64 [B+1] into turn_rewards."""
+    turn_rewards: np.ndarray
+    """float32 [ΣK]."""
+    reward: np.ndarray
+    """float32 [B]."""
+    outcome: tuple[str, ...]
+    """B of OUTCOMES."""
+    terminated: np.ndarray
+    """bool [B]."""
+    truncated: np.ndarray
+    """bool [B]."""
+    boundary_offsets: np.ndarray
+    """int64 [B+1] into boundary_tokens."""
+    boundary_tokens: np.ndarray
+    """int32 [ΣN']: visible after the last decision, the critic's forward includes them."""
+    boundary_known: np.ndarray
+    """bool [B]: False where the record's boundary_tokens were null."""
+    routes: tuple[np.ndarray | None, ...]
+    """B views [L, N_b - 1, k] of the mapped file (slicing one touches only the bytes of that slice), or None."""
+    sources: tuple[tuple[str, int], ...]
+    """B (file, row) pairs, for error messages."""
+    metadata: tuple[dict[str, Any], ...] = ()
+    """B free-form records, or empty."""
+    reward_vectors: tuple[np.ndarray | None, ...] = ()
+    """B float32 [R] reward components, None where not recorded, or empty."""
+
+    def __len__(self) -> int:
+        return len(self.trajectory_ids)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [B]: raw tokens of each trajectory."""
+        return np.diff(self.offsets)

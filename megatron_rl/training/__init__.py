@@ -1,0 +1,1 @@
+"""Rollouts in, better weights out: score, update, publish, evaluate, and the loop around them."""

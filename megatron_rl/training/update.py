@@ -1,0 +1,188 @@
+"""One optimizer step of the actor or the critic over a minibatch of trajectories."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.backend import platform
+from megatron_rl.backend.optimizer import Optimizer
+from megatron_rl.backend.replay import RouterLosses
+from megatron_rl.backend.step import LossFunction, train
+from megatron_rl.batching import TokenStream
+from megatron_rl.reduce import from_last, sum_over
+from megatron_rl.rollouts.schema import RolloutBatch
+from megatron_rl.training.agents import Agents
+from megatron_rl.training.losses import (
+    POLICY_SUMS,
+    VALUE_SUMS,
+    PolicyTerms,
+    ValueTerms,
+    importance_weights,
+    loss_weights,
+)
+from megatron_rl.training.records import ScoredBatch
+from megatron_rl.training.score import (
+    decisions_of,
+    mismatch_metrics,
+    plan,
+    policy_logprobs,
+    prepare,
+    readout,
+    score_slots,
+)
+
+
+def update_actor(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> dict[str, float]:
+    """One policy step on these trajectories; the anchor ticks if it was completed.
+
+    Returns:
+        Metrics, the same on every rank. A minibatch without decisions changes nothing and says `actor/skipped`.
+    """
+    algorithm = agents.config.algorithm
+    weights = _weights(agents, scored, rows)
+    counted = weights != 0
+    if not counted.any():
+        return {"actor/skipped": 1.0}
+    anchor = _anchor(agents, scored, rows)
+    omega, metrics = importance_weights(algorithm, anchor, scored.behaviour, scored.offsets, weights)
+    terms = PolicyTerms(
+        algorithm, scored.advantages, scored.behaviour, anchor, scored.reference, weights, omega
+    )
+    losses = _router_losses(agents, agents.actor, scored.batch, rows, _recorded_load(agents, scored, rows))
+    sums, step = _step(agents, agents.actor, scored.actor, scored.batch, rows, terms, losses, len(POLICY_SUMS))
+    metrics |= step | {f"mismatch/anchor_{k}": v for k, v in mismatch_metrics(anchor[counted], scored.behaviour[counted]).items()}
+    metrics |= _named("actor", POLICY_SUMS, sums) | _replay_metrics(agents)
+    if agents.anchor is not None and metrics["actor/stepped"]:
+        agents.anchor.tick()
+    return metrics
+
+
+def update_critic(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> dict[str, float]:
+    """One critic step on these trajectories. Returns metrics as `update_actor` does."""
+    weights = _weights(agents, scored, rows)
+    if not (weights != 0).any():
+        return {"critic/skipped": 1.0}
+    terms = ValueTerms(agents.config.algorithm, scored.returns, scored.values, weights)
+    losses = _router_losses(agents, agents.critic, scored.batch, rows, scored.critic_load)
+    sums, step = _step(agents, agents.critic, scored.critic, scored.batch, rows, terms, losses, len(VALUE_SUMS))
+    return _named("critic", VALUE_SUMS, sums) | step
+
+
+def _named(prefix: str, names: tuple[str, ...], sums: torch.Tensor) -> dict[str, float]:
+    return {f"{prefix}/{name}": float(value) for name, value in zip(names, sums, strict=True)}
+
+
+def _weights(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> torch.Tensor:
+    device = scored.offsets.device
+    _, prompts = np.unique(np.asarray(scored.batch.prompt_ids), return_inverse=True)
+    return loss_weights(
+        agents.config.algorithm,
+        scored.offsets,
+        torch.as_tensor(rows, device=device),
+        torch.as_tensor(prompts, device=device),
+    )
+
+
+def _anchor(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> torch.Tensor:
+    """[D] log-probs of the proximal policy, for the decisions of these trajectories."""
+    kind = agents.config.algorithm.anchor
+    if kind == "behaviour":
+        return scored.behaviour
+    if kind == "recompute":
+        return scored.anchor
+    with agents.anchor.swapped_in():
+        anchor = policy_logprobs(agents, scored.actor, scored.batch, rows)
+    return torch.where(decisions_of(scored.offsets, rows), anchor, scored.behaviour)
+
+
+def _step(
+    agents: Agents, optimizer: Optimizer, stream: TokenStream, batch: RolloutBatch, rows, terms: LossFunction,
+    losses: RouterLosses | None, width: int,
+) -> tuple[torch.Tensor, dict[str, float]]:  # fmt: skip
+    topology, model = agents.topology, optimizer.model
+    name = "actor" if model.role == "policy" else "critic"
+    planned = plan(agents, stream, rows)
+    aux = 1.0 / max(_routed_tokens(batch, rows), 1) if losses is not None else None
+    replay = agents.config.replay.enabled and model.role == "policy"
+    parts = prepare(agents, model, stream, batch, planned, rows, replay=replay, aux_weight=aux)
+    sums = train(model, parts, planned.length, readout(agents.config), terms, losses)
+    total = torch.zeros(width, dtype=torch.float64, device=platform.device())
+    if sums is not None:
+        total = sum_over(sums.clone(), topology.dp_cp_group)
+    total = from_last(total, topology.pp_group)
+    rate = optimizer.learning_rate()
+    stepped, norm = optimizer.step()
+    return total, {
+        f"{name}/stepped": float(stepped),
+        f"{name}/grad_norm": norm,
+        f"{name}/lr": rate,
+        f"{name}/micro_batches": float(planned.count),
+    } | _router_loss_metrics(agents, optimizer, losses, name)
+
+
+def _routed_tokens(batch: RolloutBatch, rows: np.ndarray) -> int:
+    """Tokens that routers really saw in rollout: all but each trajectory's last."""
+    return int((np.diff(batch.offsets)[rows] - 1).sum())
+
+
+def _router_losses(agents: Agents, optimizer: Optimizer, batch, rows, load: dict[int, torch.Tensor]) -> RouterLosses | None:
+    algorithm = agents.config.algorithm
+    if not (algorithm.aux_loss_coef or algorithm.z_loss_coef):
+        return None
+    frequencies = {layer: (count / count.sum().clamp(min=1)).float() for layer, count in load.items()}
+    return RouterLosses(algorithm.aux_loss_coef, algorithm.z_loss_coef, frequencies)
+
+
+def _recorded_load(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> dict[int, torch.Tensor]:
+    """Expert counts of the step's recorded routes for this rank's layers; a native count where replay is off."""
+    model, algorithm = agents.actor.model, agents.config.algorithm
+    if not algorithm.aux_loss_coef:
+        return {}
+    if agents.config.replay.enabled:
+        planned = plan(agents, scored.actor, rows)
+        parts = prepare(agents, model, scored.actor, scored.batch, planned, rows, replay=True)
+        load = {
+            layer: sum(
+                torch.bincount(part.router.routes[layer][part.router.real].clamp(min=0).flatten(), minlength=model.hf.num_experts)
+                for part in parts
+            ).double()
+            for layer in model.registry.layers
+        }
+    else:
+        planned = plan(agents, scored.actor, rows)
+        parts = prepare(agents, model, scored.actor, scored.batch, planned, rows, replay=False)
+        score_slots(agents, agents.actor, scored.actor, parts, planned.length)
+        load = {handle.layer: handle.load.clone() for handle in model.registry.handles}
+    groups = (agents.topology.dp_cp_group, agents.topology.tp_group)
+    return {layer: sum_over(count, *groups) for layer, count in load.items()}
+
+
+def _router_loss_metrics(agents: Agents, optimizer: Optimizer, losses: RouterLosses | None, name: str) -> dict[str, float]:
+    if losses is None:
+        return {}
+    device = platform.device()
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for handle in optimizer.model.registry.handles:
+        total += handle.losses
+    dist.all_reduce(total)
+    return {f"{name}/aux_loss": float(total[0]), f"{name}/z_loss": float(total[1])}
+
+
+def _replay_metrics(agents: Agents) -> dict[str, float]:
+    """Agreement of replayed with native ids, and missing rows. One fixed-size tensor on every rank, whatever its layers."""
+    model = agents.actor.model
+    layers = model.hf.moe_layers
+    if not agents.config.replay.enabled or not layers:
+        return {}
+    table = torch.zeros(len(layers), 4, dtype=torch.float64, device=platform.device())
+    for handle in model.registry.handles:
+        table[layers.index(handle.layer)] = torch.cat((handle.agreed, handle.missing))
+    dist.all_reduce(table)
+    agreement = table[:, 0] / table[:, 1].clamp(min=1)
+    found = {f"replay/agreement_layer{layer}": float(value) for layer, value in zip(layers, agreement, strict=True)}
+    return found | {
+        "replay/agreement": float(table[:, 0].sum() / table[:, 1].sum().clamp(min=1)),
+        "replay/missing": float(table[:, 2].sum() / table[:, 3].sum().clamp(min=1)),
+    }

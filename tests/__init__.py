@@ -1,0 +1,1 @@
+"""Tests. A package, so that rank processes import a test module under the same name as pytest does."""

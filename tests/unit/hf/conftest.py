@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.hf.checkpoints import VARIANTS, make_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Directory of one variant's checkpoint, made on first use; never to be changed."""
+    made: dict[str, Path] = {}
+
+    def get(variant: str = "plain") -> Path:
+        if variant not in made:
+            made[variant] = make_checkpoint(tmp_path_factory.mktemp("hf") / variant, **VARIANTS[variant])
+        return made[variant]
+
+    return get
