@@ -61,11 +61,26 @@ def _show(optimizer: Optimizer, mains: list[torch.Tensor], aliased: list[bool], 
             main.data.copy_(weight)
         else:
             main.data = weight.detach()
+    _copy_to_model(optimizer)
+    for main, original in zip(mains, originals, strict=True):
+        main.data = original
+    _gather_model(optimizer)
+
+
+def publish_main_weights(optimizer: Optimizer) -> None:
+    """Make the model compute with its main weights after they were written. Collective."""
+    _copy_to_model(optimizer)
+    _gather_model(optimizer)
+
+
+def _copy_to_model(optimizer: Optimizer) -> None:
+    """Copy main weights that are apart from the model's memory to this rank's part of it."""
     for part in optimizer.parts:
         if hasattr(part, "_copy_main_params_to_model_params"):
             part._copy_main_params_to_model_params()
-    for main, original in zip(mains, originals, strict=True):
-        main.data = original
+
+
+def _gather_model(optimizer: Optimizer) -> None:
     if optimizer.model.topology.config.distributed_optimizer:
         for chunk in optimizer.model.chunks:
             chunk.start_param_sync(force_sync=True)

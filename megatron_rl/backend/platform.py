@@ -18,10 +18,14 @@ but two import-time mends when CUDA is available.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import importlib.util
 import pkgutil
 import sys
+import time
 import types
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -63,6 +67,24 @@ def have_apex() -> bool:
     return importlib.util.find_spec("amp_C") is not None
 
 
+def dtype(name: str) -> torch.dtype:
+    """torch's dtype of a configured precision."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+@functools.cache
+def peak_flops(precision: str, size: int = 1024) -> float:
+    """Matrix-multiply FLOP/s of this rank's device, measured once: the denominator of utilisation."""
+    where = device()
+    left = torch.ones(size, size, dtype=dtype(precision), device=where)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        torch.mm(left, left).sum().item()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
 def peak_memory_bytes() -> int:
     """Largest memory seen: CUDA allocator's peak on a GPU, resident set of this process on a CPU."""
     if on_gpu():
@@ -76,6 +98,7 @@ def install() -> None:
     """Prepare this process for Megatron. Call once, before building any Megatron module."""
     if _state["installed"]:
         return
+    warnings.filterwarnings("ignore", module="megatron|torch", category=UserWarning)
     if not on_gpu():
         _answer_cuda_questions()
     _define_missing_gemm()

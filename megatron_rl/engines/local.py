@@ -123,6 +123,10 @@ class LocalEngine:
         self._generator = torch.Generator(self.device).manual_seed(seed)
         self.load(path, version)
 
+    def reseed(self, seed: int) -> None:
+        """Restart the sampling stream, so that a run that resumes at an iteration samples what it would have."""
+        self._generator.manual_seed(seed)
+
     def load(self, path: str | Path, version: int) -> None:
         """Replace the weights; generation from here on carries `version`.
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.dist.pool import RankFailure, RankPool
 
+
 def sum_of_ranks(offset: int) -> torch.Tensor:
     value = torch.tensor([dist.get_rank() + offset])
     dist.all_reduce(value)

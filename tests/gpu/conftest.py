@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def device() -> torch.device:
+def device() -> Iterator[torch.device]:
     """The first CUDA device, with nothing allocated before and no cached memory left after."""
     torch.cuda.empty_cache()
     yield torch.device("cuda", 0)

@@ -41,10 +41,17 @@ def test_gae_equals_the_loop(lengths, lam, per_sequence, seed):
     offsets = offsets_of(lengths)
     rewards, values = torch.randn(2, int(offsets[-1]), generator=generator, dtype=torch.float64)
     bootstrap = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
-    spread = torch.linspace(0, 1, len(lengths), dtype=torch.float64) if per_sequence else torch.ones(len(lengths))
-    lams = lam * spread
+    lams = torch.full((len(lengths),), lam, dtype=torch.float64)
+    if per_sequence:
+        lams *= torch.linspace(0, 1, len(lengths), dtype=torch.float64)
     a, g = adv.gae(
-        rewards, values, offsets, gamma=0.99, lam_actor=lams if per_sequence else lam, lam_critic=1.0, bootstrap=bootstrap
+        rewards,
+        values,
+        offsets,
+        gamma=0.99,
+        lam_actor=lams if per_sequence else lam,
+        lam_critic=1.0,
+        bootstrap=bootstrap,
     )
     torch.testing.assert_close(a, slow_gae(rewards, values, offsets, 0.99, lams, bootstrap), rtol=1e-11, atol=1e-11)
     monte_carlo = slow_gae(rewards, values, offsets, 0.99, torch.ones(len(lengths)), bootstrap) + values
@@ -113,9 +120,7 @@ def test_bad_shapes_are_refused():
         adv.gae(x, x, torch.tensor([0, 3]), gamma=1.0, lam_actor=1.0, bootstrap=torch.zeros(2))
     for offsets in ([0, 2], [1, 3], [0, 4, 3]):
         with pytest.raises(RolloutError, match="offsets"):
-            adv.gae(
-                x, x, torch.tensor(offsets), gamma=1.0, lam_actor=1.0, bootstrap=torch.zeros(len(offsets) - 1)
-            )
+            adv.gae(x, x, torch.tensor(offsets), gamma=1.0, lam_actor=1.0, bootstrap=torch.zeros(len(offsets) - 1))
 
 
 def test_turn_gae_with_one_decision_per_turn_is_gae():

@@ -186,6 +186,21 @@ def rewrite(path: Path, change) -> None:
     (path.parent / (path.name + ".json")).unlink()
 
 
+def test_files_of_several_record_batches(tmp_path: Path) -> None:
+    """Ours hold one; another writer's may hold more, and rows count through the file."""
+    rows = [sound(number) for number in range(5)]
+    write_shard(tmp_path, HEADER, rows, name="a")
+    path = tmp_path / "a.arrow"
+    table = pa.ipc.open_file(path.read_bytes()).read_all()
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    (tmp_path / "a.arrow.json").unlink()
+    batch = read_batch(path)
+    assert batch.sources == tuple((str(path), row) for row in range(5))
+    for row, trajectory in enumerate(rows):
+        assert_same(trajectory_at(batch, row), trajectory)
+
+
 def test_another_format_version(tmp_path: Path) -> None:
     write_shard(tmp_path, replace(HEADER, format_version=2), [sound()], name="newer")
     with pytest.raises(RolloutError) as caught:

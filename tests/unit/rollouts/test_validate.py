@@ -20,6 +20,7 @@ from megatron_rl.rollouts import (
     Trajectory,
     ValidatedRollouts,
     read_batch,
+    select_rows,
     trajectory_at,
     validate,
     write_shard,
@@ -231,7 +232,19 @@ def test_quarantine_keeps_the_sound_and_stores_the_rest_with_the_reason(tmp_path
         (row,) = pa.ipc.open_file(Path(side).read_bytes()).read_all().to_pylist()
         assert (row["source_file"], row["source_row"]) == (str(tmp_path / "shard.arrow"), 1)
         assert row["reason"] == str(error)
+    assert results[0].report.quarantine_files == results[1].report.quarantine_files
     assert_same(trajectory_at(read_batch(tmp_path / "q"), 0), bad)
+
+
+def test_ranks_that_check_disjoint_rows_of_a_shard_keep_each_others_quarantine(tmp_path: Path) -> None:
+    bad = [sound(number, reward=float("inf")) for number in range(4)]
+    write_shard(tmp_path, HEADER, bad, name="shard")
+    batch = read_batch(tmp_path)
+    for rows in ([0, 2], [1, 3]):
+        report = validate(select_rows(batch, rows), **DEFAULTS, on_bad_record="quarantine").report
+        assert (report.kept, report.empty) == (0, True)
+    kept = read_batch(tmp_path / "quarantine")
+    assert sorted(kept.trajectory_ids) == [f"trajectory-{number}" for number in range(4)]
 
 
 def test_structurally_damaged_rows_are_quarantined_too(tmp_path: Path) -> None:

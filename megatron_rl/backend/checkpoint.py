@@ -1,0 +1,365 @@
+"""Every tensor a run trains, in one Megatron distributed checkpoint (`megatron.core.dist_checkpointing`) of any layout.
+
+Stored are whole float32 tensors in the shape of the model's parameters, whatever the layout and the computation dtype: main
+weights, both Adam moments, the EWMA anchor θ̄ and π_ref. Their keys are `<agent>.<state>.<Megatron's key of the parameter>`.
+Megatron's `sharded_state_dict` of the model says which part of a global tensor a rank's parameter is; the main copies, which
+the distributed optimizer cuts flat over data ranks, are put together on one data rank each, so that every data rank writes
+about its share. Loading is the same way back: that rank reads, the others get their pieces from it. Hence no file depends on
+the layout or on whether the optimizer was distributed. The optimizer's own `sharded_state_dict` knows three states only, and
+its keys and its gathering differ between optimizer classes.
+
+Model parameters are not stored beside their main weights: in float32 they are the same, in bfloat16 they are the rounded ones.
+
+Invariants:
+
+* bits survive: pieces are put together by adding bit patterns to zeros, not floats;
+* a state that the live run has and the checkpoint lacks is an error on every rank;
+* what a checkpoint has in addition is left alone: a run without an anchor may continue one with an anchor.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_rl.backend import platform
+from megatron_rl.backend.anchor import Anchor, Reference, publish_main_weights
+from megatron_rl.backend.optimizer import Optimizer
+from megatron_rl.backend.parameters import main_copies
+from megatron_rl.errors import CheckpointError
+
+T = TypeVar("T")
+NUMBERS = "states.json"
+"""Beside Megatron's files: what is a number rather than a tensor, and which model it belongs to."""
+
+
+@dataclass(frozen=True)
+class AgentStates:
+    """One model with everything that is trained of it."""
+
+    optimizer: Optimizer
+    anchor: Anchor | None = None
+    reference: Reference | None = None
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """State → this rank's pieces, float32, in the order of `anchor.main_weights`. Moments not yet made are made, zero."""
+        mains, first, second = [], [], []
+        for part in self.optimizer.parts:
+            part.init_state_fn(part.optimizer, part.config)
+            for main, _ in main_copies(part):
+                mains.append(main.detach())
+                first.append(part.optimizer.state[main]["exp_avg"])
+                second.append(part.optimizer.state[main]["exp_avg_sq"])
+        states = {"weights": mains, "exp_avg": first, "exp_avg_sq": second}
+        if self.anchor is not None:
+            states["ewma"] = self.anchor.average
+        if self.reference is not None:
+            states["reference"] = self.reference.weights
+        return states
+
+    def numbers(self) -> dict[str, Any]:
+        """Completed steps, Z of the anchor, and the shape of the model."""
+        anchor = {} if self.anchor is None else {"z": self.anchor.z}
+        return {"steps": self.optimizer.steps, **anchor, "model": json.loads(json.dumps(asdict(self.optimizer.model.hf)))}
+
+
+def save_states(directory: str | Path, agents: Mapping[str, AgentStates]) -> None:
+    """Write all states into an existing, empty directory. Collective over the default process group.
+
+    Args:
+        directory: seen by all ranks.
+        agents: name → states; names become key prefixes.
+
+    Raises:
+        CheckpointError: on every rank, if any could not write.
+    """
+    directory = Path(directory)
+    state = {}
+    for name, agent in agents.items():
+        tensors = agent.tensors()
+        for slot in _slots(agent.optimizer):
+            for kind, pieces in tensors.items():
+                whole = _put_together(slot, None if slot.index is None else pieces[slot.index])
+                if whole is not None:
+                    state[f"{name}.{kind}.{slot.name}"] = slot.shard(f"{name}.{kind}", whole)
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    _guarded(lambda: dist_checkpointing.save(state, str(directory), strategy), directory, "could not be written")
+    numbers = {name: agent.numbers() for name, agent in agents.items()}
+    on_first_rank(directory, lambda: (directory / NUMBERS).write_text(json.dumps(numbers, indent=1)))
+
+
+def load_states(directory: str | Path, agents: Mapping[str, AgentStates]) -> None:
+    """Fill live optimizers, anchors and references, and the models from them. Collective; any layout.
+
+    Args:
+        directory: written by `save_states`.
+        agents: as built by the run; every state present here must be in the checkpoint.
+
+    Raises:
+        CheckpointError: on every rank; a state is missing, unreadable, or of another model. The live states may then be
+            partly overwritten.
+    """
+    directory = Path(directory)
+    numbers = together(directory, lambda: _read_numbers(directory, agents))
+    slots = {name: list(_slots(agent.optimizer)) for name, agent in agents.items()}
+    states = {name: agent.tensors() for name, agent in agents.items()}
+    wanted = {
+        f"{name}.{kind}.{slot.name}": slot.shard(f"{name}.{kind}", torch.zeros(slot.parameter.shape))
+        for name in agents
+        for slot in slots[name]
+        if slot.mine
+        for kind in states[name]
+    }
+    together(directory, lambda: _check_keys(directory, wanted))
+    read = _guarded(lambda: dist_checkpointing.load(wanted, str(directory)), directory, "could not be read")
+    for name, agent in agents.items():
+        for slot in slots[name]:
+            for kind, pieces in states[name].items():
+                whole = _hand_out(slot, read.get(f"{name}.{kind}.{slot.name}"))
+                if slot.index is not None:
+                    piece = pieces[slot.index]
+                    piece.copy_(whole.flatten()[slot.span].view(piece.shape))
+        _set_numbers(agent, numbers[name])
+        publish_main_weights(agent.optimizer)
+
+
+def _read_numbers(directory: Path, agents: Mapping[str, AgentStates]) -> dict[str, Any]:
+    numbers = json.loads((directory / NUMBERS).read_text())
+    for name, agent in agents.items():
+        if name not in numbers:
+            raise CheckpointError("state missing", file=directory, field=name, found=sorted(numbers), expected=name)
+        if agent.anchor is not None and "z" not in numbers[name]:
+            raise CheckpointError(
+                "the checkpoint has no EWMA anchor",
+                file=directory,
+                field=f"{name}.z",
+                expected="Z and averaged weights",
+                setting="algorithm.anchor, or checkpoint.resume=false to start afresh",
+            )
+        saved, live = numbers[name]["model"], agent.numbers()["model"]
+        for key, expected in live.items():
+            if saved.get(key) != expected:
+                raise CheckpointError(
+                    "the checkpoint is of another model",
+                    file=directory,
+                    field=f"{name}.{key}",
+                    found=saved.get(key),
+                    expected=expected,
+                    setting="model.path",
+                )
+    return numbers
+
+
+def _check_keys(directory: Path, wanted: Mapping[str, ShardedTensor | ShardedTensorFactory]) -> None:
+    stored = {tensor.key for tensor in dist_checkpointing.load_tensors_metadata(str(directory)).values()}
+    missing = sorted({shard.key for shard in wanted.values()} - stored)
+    if missing:
+        raise CheckpointError(
+            "state missing",
+            file=directory,
+            field=missing[0],
+            found=f"{len(missing)} of {len(wanted)} tensors missing",
+            expected="every state of the run",
+            setting="the setting that added this state, or checkpoint.resume=false to start afresh",
+        )
+
+
+def _set_numbers(agent: AgentStates, numbers: Mapping[str, Any]) -> None:
+    steps = agent.optimizer.steps = numbers["steps"]
+    for part in agent.optimizer.parts:
+        for group in part.optimizer.param_groups:
+            group["step"] = steps
+        # torch's own AdamW counts per tensor instead.
+        for state in part.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"].fill_(steps)
+    if agent.anchor is not None:
+        agent.anchor.z = numbers["z"]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One parameter of this rank, as the checkpoint sees it."""
+
+    name: str
+    """Unique on this rank."""
+    parameter: torch.nn.Parameter
+    described: ShardedTensor | ShardedTensorFactory
+    """Which part of which global tensor the parameter is."""
+    group: dist.ProcessGroup
+    """Data ranks that share or replicate the main copy."""
+    owner: int
+    """Rank in `group` that writes and reads it."""
+    index: int | None
+    """Position in `main_weights`; None where this rank's shard of the optimizer has no element of it."""
+    span: slice = field(default=slice(None))
+    """This rank's elements of the flat parameter."""
+    cut: bool = False
+    """Whether the main copy is cut over `group`."""
+
+    @property
+    def mine(self) -> bool:
+        """Whether this rank writes and reads it."""
+        return self.group.rank() == self.owner
+
+    def shard(self, prefix: str, data: torch.Tensor) -> ShardedTensor | ShardedTensorFactory:
+        """The parameter's description with other data, float32 [shape of the parameter], under `<prefix>.<its key>`."""
+        # The last number is the data rank: only the owner presents the tensor, so it is the main replica.
+        changes = dict(
+            key=f"{prefix}.{self.described.key}", data=data, replica_id=(*self.described.replica_id[:-1], 0)
+        )
+        if isinstance(self.described, ShardedTensor):
+            changes["dtype"] = data.dtype
+        return replace(self.described, **changes)
+
+
+def _slots(optimizer: Optimizer) -> Iterator[_Slot]:
+    """Every parameter, in an order that all ranks of its data group share; owners so that each has about as many bytes."""
+    mains = _main_places(optimizer)
+    loads: dict[int, list[int]] = {}
+    for number, chunk in enumerate(optimizer.model.bare):
+        described = {
+            id(shard.data): shard
+            for shard in chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True}).values()
+            if isinstance(shard, (ShardedTensor, ShardedTensorFactory))
+        }
+        for name, parameter in chunk.named_parameters():
+            if id(parameter) not in described or id(parameter) not in mains:
+                raise CheckpointError("a parameter would not be saved", field=name, expected="optimized and in the state dict")
+            group = _data_group(optimizer, parameter)
+            load = loads.setdefault(id(group), [0] * group.size())
+            owner = load.index(min(load))
+            load[owner] += parameter.numel()
+            yield _Slot(f"{number}.{name}", parameter, described[id(parameter)], group, owner, **mains[id(parameter)])
+
+
+def _data_group(optimizer: Optimizer, parameter: torch.nn.Parameter) -> dist.ProcessGroup:
+    if getattr(parameter, "allreduce", True):
+        return optimizer.model.topology.dp_cp_group
+    return mpu.get_expert_data_parallel_group()
+
+
+def _main_places(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    """id(parameter) → index, span and cut of its `_Slot`."""
+    found: dict[int, dict[str, Any]] = {}
+    index = 0
+    for part in optimizer.parts:
+        cut = isinstance(part, DistributedOptimizer)
+        if cut:
+            found |= {id(parameter): {"index": None, "cut": True} for parameter in part.model_param_gbuf_map}
+        for _, parameter in main_copies(part):
+            place = {"index": index, "cut": cut}
+            if cut:
+                held = part._get_model_param_range_map(parameter)["param"]
+                place["span"] = slice(held.start, held.end)
+            found[id(parameter)] = place
+            index += 1
+    return found
+
+
+def _put_together(slot: _Slot, piece: torch.Tensor | None) -> torch.Tensor | None:
+    """The whole parameter-shaped tensor, float32 on the CPU, on its owner; None elsewhere."""
+    if not slot.cut or slot.group.size() == 1:
+        return piece.reshape(slot.parameter.shape).to("cpu", copy=True) if slot.mine else None
+    bits = torch.zeros(slot.parameter.numel(), dtype=torch.int32, device=platform.device())
+    if piece is not None:
+        bits[slot.span] = piece.contiguous().view(torch.int32).to(bits.device)
+    dist.reduce(bits, dist.get_global_rank(slot.group, slot.owner), group=slot.group)
+    return bits.view(torch.float32).view(slot.parameter.shape).cpu() if slot.mine else None
+
+
+def _hand_out(slot: _Slot, whole: torch.Tensor | None) -> torch.Tensor:
+    """What the owner read, on every rank of the slot's group."""
+    if slot.mine:
+        tensor = whole.to(platform.device()).contiguous()
+    else:
+        tensor = torch.empty(slot.parameter.shape, device=platform.device())
+    if slot.group.size() > 1:
+        dist.broadcast(tensor, dist.get_global_rank(slot.group, slot.owner), group=slot.group)
+    return tensor
+
+
+def random_states() -> dict[str, Any]:
+    """States of Python's, numpy's, torch's and Megatron's random generators on this rank, as JSON."""
+    version, words, spare = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    numpy_state["state"] = {"key": numpy_state["state"]["key"].tolist(), "pos": int(numpy_state["state"]["pos"])}
+    cuda = {"cuda": _hex(torch.cuda.get_rng_state())} if platform.on_gpu() else {}
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return {
+        "python": [version, list(words), spare],
+        "numpy": numpy_state,
+        "torch": _hex(torch.get_rng_state()),
+        "megatron": {name: _hex(state) for name, state in tracked.items()},
+        **cuda,
+    }
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Inverse of `random_states`."""
+    version, words, spare = states["python"]
+    random.setstate((version, tuple(words), spare))
+    key = np.array(states["numpy"]["state"]["key"], np.uint32)
+    np.random.set_state({**states["numpy"], "state": {**states["numpy"]["state"], "key": key}})
+    torch.set_rng_state(_unhex(states["torch"]))
+    if platform.on_gpu():
+        torch.cuda.set_rng_state(_unhex(states["cuda"]))
+    tracked = {name: _unhex(state) for name, state in states["megatron"].items()}
+    tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
+
+
+def _hex(state: torch.Tensor) -> str:
+    return state.cpu().numpy().tobytes().hex()
+
+
+def _unhex(text: str) -> torch.Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+
+
+def together(file: str | Path, work: Callable[[], T]) -> T:
+    """Run work without collectives on every rank; if it failed on any, all raise.
+
+    Raises:
+        CheckpointError: the first failing rank's, on every rank.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except CheckpointError as failure:
+        error = failure
+    except (OSError, ValueError, KeyError, CheckpointingException) as failure:
+        error = CheckpointError(f"checkpoint failed on rank {dist.get_rank()}", file=file, found=repr(failure))
+    errors: list[CheckpointError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for found in errors:
+        if found is not None:
+            raise found
+    return result
+
+
+def on_first_rank(file: str | Path, work: Callable[[], Any]) -> None:
+    """`together`, with work for rank 0 only."""
+    together(file, work if dist.get_rank() == 0 else lambda: None)
+
+
+def _guarded(work: Callable[[], T], directory: Path, what: str) -> T:
+    """Run a collective of Megatron's, which reports a failing rank to all, and name the checkpoint in what it raises."""
+    try:
+        return work()
+    except (CheckpointException, CheckpointingException, OSError, KeyError, RuntimeError) as failure:
+        raise CheckpointError(f"checkpoint {what}", file=directory, found=repr(failure)) from failure

@@ -1,0 +1,1 @@
+"""Starting ranks: from torchrun, SLURM or a single process."""

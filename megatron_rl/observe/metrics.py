@@ -1,0 +1,64 @@
+"""Metric sinks: JSON lines (one object an iteration) and TensorBoard. Names are `group/name`; units are in `UNITS`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+UNITS = {
+    "rollout/tokens_mean": "tokens",
+    "rollout/tokens": "tokens",
+    "rollout/turns_mean": "turns",
+    "actor/kl": "nats",
+    "actor/entropy": "nats",
+    "gate/k3": "nats",
+    "throughput/train_tokens_per_second_per_rank": "tokens/s",
+    "throughput/rollout_tokens_per_second_per_rank": "tokens/s",
+    "throughput/mfu": "share of measured matrix-multiply peak",
+}
+"""Units of what is not a plain number or a share."""
+
+
+class MetricsLog:
+    """Appends to `metrics.jsonl` and TensorBoard files of a run directory. One rank owns it.
+
+    Args:
+        directory: the run directory.
+        resume_from: iterations at or after this one are dropped: a resumed run plays them again.
+    """
+
+    def __init__(self, directory: Path, resume_from: int = 0) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.file = directory / "metrics.jsonl"
+        kept = [row for row in read_metrics(directory) if row["iteration"] < resume_from]
+        self.file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_from)
+
+    def write(self, iteration: int, values: dict[str, float]) -> None:
+        """Record one iteration. Values that are not finite become null in JSON and are left out of TensorBoard."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        with self.file.open("a") as stream:
+            stream.write(json.dumps({"iteration": iteration, **finite}) + "\n")
+        for name, value in finite.items():
+            if value is not None:
+                self._board.add_scalar(name, value, iteration)
+        self._board.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._board.close()
+
+
+def read_metrics(directory: Path) -> list[dict]:
+    """All recorded iterations of a run directory, in order; empty where none were. A torn last line is left out."""
+    file = directory / "metrics.jsonl"
+    rows = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows

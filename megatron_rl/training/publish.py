@@ -1,0 +1,43 @@
+"""Weights from the trainer to engines and to users: streamed HF checkpoints that appear atomically."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.backend.model import Model
+from megatron_rl.backend.weights import export_hf
+from megatron_rl.hf.writer import StreamingWriter
+
+
+def write_hf(model: Model, target: Path, source: str | Path, *, dtype: torch.dtype | None = None) -> Path:
+    """Write a live model as an HF checkpoint. Collective; rank 0 writes, all ranks return when it is complete.
+
+    Args:
+        target: directory that appears when done; replaced if it is an earlier export.
+        source: checkpoint whose configuration and tokenizer files go along.
+        dtype: cast on the way; None: as trained.
+    """
+    tensors = export_hf(model, dtype=dtype)
+    if dist.get_rank() == 0:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with StreamingWriter(target, model.hf, source, overwrite=True) as writer:
+            for name, tensor in tensors:
+                writer.write(name, tensor.cpu())
+    else:
+        for _ in tensors:
+            pass
+    dist.barrier()
+    return target
+
+
+def publish(model: Model, directory: Path, source: str | Path, version: int, keep: int = 2) -> Path:
+    """Write version `version` for engines to load and drop versions older than the newest `keep`."""
+    target = write_hf(model, directory / f"version-{version:06d}", source)
+    if dist.get_rank() == 0:
+        for old in sorted(directory.glob("version-*"))[:-keep]:
+            shutil.rmtree(old)
+    return target

@@ -1,0 +1,222 @@
+"""What rank processes do: build the agents of a scenario under a layout, take two optimizer steps, hand back everything."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+
+from megatron_rl.backend import step
+from megatron_rl.backend.anchor import main_weights
+from megatron_rl.backend.model import Model
+from megatron_rl.backend.optimizer import Optimizer
+from megatron_rl.backend.parameters import places
+from megatron_rl.backend.topology import initialize
+from megatron_rl.backend.weights import export_hf, import_hf
+from megatron_rl.batching import TokenStream, build_layout
+from megatron_rl.hf.config import read_hf_config
+from megatron_rl.reduce import gather_slots
+from megatron_rl.training.agents import Agents, build_agents
+from megatron_rl.training.records import ScoredBatch
+from megatron_rl.training.score import plan, prepare, readout, score_batch, streams
+from megatron_rl.training.update import update_actor, update_critic
+from tests.dist.scenario import SECOND_STEP, Layout, Scenario, decision_order, reordered, shuffle_order
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass
+class Result:
+    """All that a layout produced; `steps` has one entry per optimizer step. Whole tensors on rank 0 only."""
+
+    scored: dict[str, torch.Tensor]
+    """advantages and returns [D] of the score pass."""
+    metrics: dict[str, float]
+    """Of the score pass."""
+    steps: list[StepResult] = field(default_factory=list)
+
+
+@dataclass
+class StepResult:
+    """One optimizer step of actor and critic, decisions in the order of the original batch."""
+
+    readings: dict[str, torch.Tensor]
+    """Before the step, [D]: log-probs under θ, θ̄ and the reference, values."""
+    margin: float
+    """Smallest gap between the last chosen expert and the next, over all readings."""
+    metrics: dict[str, float]
+    gradients: dict[str, Weights]
+    """By model, before clipping."""
+    weights: dict[str, Weights]
+    """By model and `ewma`, after the step."""
+    z: float
+
+
+def start(scenario: Scenario, layout: Layout) -> Agents:
+    """Agents at the experiment's starting point: θ̄, θ and π_ref apart, the critic still the one that scores."""
+    config = scenario.config(layout)
+    agents = build_agents(config, initialize(config.parallel, seed=1))
+    if agents.anchor is not None:
+        load(agents.actor, scenario.checkpoints["anchor"])
+        agents.anchor.restart()
+    load(agents.actor, scenario.checkpoints["actor"])
+    return agents
+
+
+def load(optimizer: Optimizer, path: str) -> None:
+    """Replace a live model's weights."""
+    import_hf(optimizer.model, path, read_hf_config(path))
+    optimizer.megatron.reload_model_params()
+
+
+def two_steps(scenario: Scenario, layout: Layout) -> Result:
+    """Score the batch, then update actor and critic on all trajectories, then on SECOND_STEP."""
+    agents = start(scenario, layout)
+    order = shuffle_order(len(scenario.batch)) if layout.shuffled else np.arange(len(scenario.batch))
+    decisions = torch.as_tensor(decision_order(scenario.batch, order))
+    scored = score_batch(agents, reordered(scenario.batch, order))
+    load(agents.critic, scenario.checkpoints["critic"])
+    result = Result(
+        {name: _restored(getattr(scored, name), decisions) for name in ("advantages", "returns", "values")},
+        scored.metrics,
+    )
+    where = np.argsort(order)
+    for rows in (np.sort(where[np.isin(order[where], order[scored.rows])]), where[list(SECOND_STEP)]):
+        result.steps.append(_one_step(agents, scored, rows, decisions))
+    return result if dist.get_rank() == 0 else Result({}, result.metrics, [_small(found) for found in result.steps])
+
+
+def _small(found: StepResult) -> StepResult:
+    """What ranks other than 0 hand back: numbers that must be the same everywhere."""
+    return StepResult({}, found.margin, found.metrics, {}, {}, found.z)
+
+
+def _restored(values: torch.Tensor, decisions: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(values).index_copy(0, decisions, values)
+
+
+def _one_step(agents: Agents, scored: ScoredBatch, rows: np.ndarray, decisions: torch.Tensor) -> StepResult:
+    readings, margin = read_all(agents, scored, rows)
+    gradients: dict[str, Weights] = {}
+    with capture(agents.actor, gradients, "actor"), capture(agents.critic, gradients, "critic"):
+        metrics = update_actor(agents, scored, rows)
+        check_consumed(agents, agents.actor.model, metrics["actor/micro_batches"])
+        metrics |= update_critic(agents, scored, rows)
+        check_consumed(agents, agents.critic.model, metrics["critic/micro_batches"])
+    weights = {"actor": whole(agents.actor.model), "critic": whole(agents.critic.model)}
+    if agents.anchor is not None:
+        with agents.anchor.swapped_in():
+            weights["ewma"] = whole(agents.actor.model)
+    restored = {name: _restored(values, decisions) for name, values in readings.items()}
+    return StepResult(restored, margin, metrics, gradients, weights, agents.anchor.z if agents.anchor else 0.0)
+
+
+def read_all(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> tuple[dict[str, torch.Tensor], float]:
+    """Log-probs under every policy and values of the live critic, [D], and the smallest router margin met."""
+    found, margins = {}, []
+    policies = {"theta": contextlib.nullcontext()}
+    if agents.anchor is not None:
+        policies["anchor"] = agents.anchor.swapped_in()
+    if agents.reference is not None:
+        policies["reference"] = agents.reference.swapped_in()
+    before = [main.detach().clone() for main in main_weights(agents.actor)]
+    for name, context in policies.items():
+        with context:
+            found[name] = read(agents, agents.actor, scored.actor, scored.batch, rows)[0]
+            margins.append(_margin(agents.actor.model))
+    for saved, main in zip(before, main_weights(agents.actor), strict=True):
+        assert torch.equal(saved, main), "swapping weights in and out changed them"
+    critic = read(agents, agents.critic, scored.critic, scored.batch, rows, replay=False)[0]
+    margins.append(_margin(agents.critic.model))
+    return found | {"values": critic[: len(scored.values)]}, min(margins)
+
+
+def _margin(model: Model) -> float:
+    smallest = torch.stack([handle.margin for handle in model.registry.handles] or [torch.tensor(torch.inf)]).min()
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return float(smallest)
+
+
+def read(agents: Agents, optimizer: Optimizer, stream: TokenStream, batch, rows, *, replay=None) -> torch.Tensor:
+    """[c, slots] readings of the live weights on every rank; routers record what they chose."""
+    topology = agents.topology
+    replay = agents.config.replay.enabled if replay is None else replay
+    planned = plan(agents, stream, rows)
+    parts = prepare(agents, optimizer.model, stream, batch, planned, rows, replay=replay)
+    slots, values = step.score(optimizer.model, parts, planned.length, readout(agents.config), record=True)
+    groups = dict(data_group=topology.dp_cp_group, pipeline_group=topology.pp_group, has_values=topology.last_stage)
+    return gather_slots(slots, values, stream.slots, **groups)
+
+
+def check_consumed(agents: Agents, model: Model, micro_batches: float) -> None:
+    """Router calls = layers × micro-batches × (1 + recomputed)."""
+    expected, again = len(model.registry.handles) * int(micro_batches), agents.topology.config.recompute == "full"
+    assert model.registry.consumed == (expected * (1 + again), expected * again), model.registry.consumed
+
+
+@contextlib.contextmanager
+def capture(optimizer: Optimizer, into: dict[str, Weights], name: str) -> Iterator[None]:
+    """Keep whole gradients, as the next optimizer step finds them."""
+    plain = optimizer.step
+
+    def stepping() -> tuple[bool, float]:
+        into[name] = whole_gradients(optimizer.model)
+        return plain()
+
+    optimizer.step = stepping
+    try:
+        yield
+    finally:
+        del optimizer.step
+
+
+def whole(model: Model) -> Weights:
+    """Every HF tensor of the live weights, float32."""
+    return {name: tensor.float().clone() for name, tensor in export_hf(model)}
+
+
+def whole_gradients(model: Model) -> Weights:
+    """Every HF tensor of the reduced gradient, float32. Optimizer shards are gathered first."""
+    if model.topology.config.distributed_optimizer:
+        for chunk in model.chunks:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                for bucket in buffer.buckets:
+                    shards = shard_buffer(bucket.grad_data, buffer.data_parallel_world_size)
+                    mine = shards[buffer.data_parallel_group.rank()].clone()
+                    dist.all_gather(shards, mine, group=buffer.data_parallel_group)
+    kept = [(place.parameter, place.parameter.data) for place in places(model)]
+    for parameter, _ in kept:
+        parameter.data = parameter.main_grad
+    try:
+        return whole(model)
+    finally:
+        for parameter, data in kept:
+            parameter.data = data
+
+
+def record(scenario: Scenario, layout: Layout) -> tuple[np.ndarray, list[np.ndarray]]:
+    """On one rank and one micro-batch: log-probs [D] and routes of θ̄ where it routes natively."""
+    agents = start(scenario, layout)
+    with agents.anchor.swapped_in():
+        return record_live(agents, scenario.batch)
+
+
+def record_live(agents: Agents, batch: Any) -> tuple[np.ndarray, list[np.ndarray]]:
+    """As `record`, of the live weights."""
+    stream, rows = streams(batch)[0], np.arange(len(batch))
+    logprobs = read(agents, agents.actor, stream, batch, rows, replay=False)[0]
+    planned = plan(agents, stream, rows)
+    layout = build_layout(stream, planned.assignment[0][0], length=planned.length, cp=1, tp=1)
+    return logprobs.numpy(), _by_trajectory(agents.actor.model, layout, batch.lengths)
+
+
+def _by_trajectory(model: Model, layout, lengths: Sequence[int]) -> list[np.ndarray]:
+    chosen = np.stack([handle.recorded.numpy() for handle in model.registry.handles]).astype(np.uint8)
+    place = dict(zip(layout.rows, layout.cu_seqlens, strict=False))
+    return [chosen[:, place[row] : place[row] + n - 1] for row, n in enumerate(lengths)]
