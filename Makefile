@@ -9,8 +9,8 @@ find_python = $(shell for name in python$(1) python3; do \
 	"$$name" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "$(1)")' 2>/dev/null && echo "$$name" && break; done)
 PYTHON ?= $(call find_python,3.11)
 PYTHON_LATEST ?= $(call find_python,3.12)
-VENV = $(shell "$(PYTHON)" tools/environment.py path $(LOCK))
-VENV_LATEST = $(shell env -u MEGATRON_RL_VENV "$(PYTHON_LATEST)" tools/environment.py path $(LOCK_LATEST))
+VENV = $(if $(PYTHON),$(shell "$(PYTHON)" tools/environment.py path $(LOCK)))
+VENV_LATEST = $(if $(PYTHON_LATEST),$(shell env -u MEGATRON_RL_VENV "$(PYTHON_LATEST)" tools/environment.py path $(LOCK_LATEST)))
 
 # The package is found in this checkout, not in the environment, which other checkouts share.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))

@@ -296,7 +296,9 @@ class RunConfig(_Section):
         }
         bad = [name for name, on in refused.items() if on]
         if bad:
-            raise ValueError(f"{', '.join(bad)} would break route replay or the anchor swap: turn off, or turn those off")
+            raise ValueError(
+                f"{', '.join(bad)} would break route replay or the anchor swap: turn off, or turn those off"
+            )
         return self
 
 

@@ -45,7 +45,10 @@ def main(
 
 def _launch(ranks: int) -> int:
     """Start the same command under torchrun."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.call([*command, *sys.argv], env=environment)
 
@@ -146,7 +149,10 @@ def _report(output: Path, history: list[dict], results: dict[str, float], second
         table.add_row(name, f"{value:.1%}")
     console = Console()
     console.print(table)
-    console.print(f"learning curve, greedy: {sparkline([value for _, value in curve])}  " + " ".join(f"{i}:{v:.0%}" for i, v in curve))
+    console.print(
+        f"learning curve, greedy: {sparkline([value for _, value in curve])}  "
+        + " ".join(f"{i}:{v:.0%}" for i, v in curve)
+    )
     console.print(f"sampled success:        {sparkline([row.get('rollout/success', 0.0) for row in history])}")
     for name, where in {
         "HF export": "ppo/export", "critic": "ppo/export-critic", "checkpoints": "ppo/checkpoints", "rollouts": "ppo/rollouts",

@@ -24,7 +24,9 @@ class GroupStepAdamW(torch.optim.Optimizer):
     ):
         if not (adam_w_mode and bias_correction):
             raise ValueError("GroupStepAdamW decouples weight decay and corrects bias; no other mode is offered")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True}
+        )
         for group in self.param_groups:
             group.setdefault("step", 0)
 

@@ -124,7 +124,9 @@ class PackedCausalAttention(torch.nn.Module):
     normalised by `scaled_dot_product_attention`; tokens of other segments are never seen.
     """
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, pg_collection=None, **_):
+    def __init__(
+        self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, pg_collection=None, **_
+    ):
         super().__init__()
         self.scale, self.group = softmax_scale, pg_collection.cp
 

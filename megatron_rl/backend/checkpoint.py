@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import json
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,9 +34,12 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.backend import platform
@@ -75,7 +80,11 @@ class AgentStates:
     def numbers(self) -> dict[str, Any]:
         """Completed steps, Z of the anchor, and the shape of the model."""
         anchor = {} if self.anchor is None else {"z": self.anchor.z}
-        return {"steps": self.optimizer.steps, **anchor, "model": json.loads(json.dumps(asdict(self.optimizer.model.hf)))}
+        return {
+            "steps": self.optimizer.steps,
+            **anchor,
+            "model": json.loads(json.dumps(asdict(self.optimizer.model.hf))),
+        }
 
 
 def save_states(directory: str | Path, agents: Mapping[str, AgentStates]) -> None:
@@ -97,8 +106,8 @@ def save_states(directory: str | Path, agents: Mapping[str, AgentStates]) -> Non
                 whole = _put_together(slot, None if slot.index is None else pieces[slot.index])
                 if whole is not None:
                     state[f"{name}.{kind}.{slot.name}"] = slot.shard(f"{name}.{kind}", whole)
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-    _guarded(lambda: dist_checkpointing.save(state, str(directory), strategy), directory, "could not be written")
+    save = partial(dist_checkpointing.save, state, str(directory), _InProcessSave("torch_dist", 1))
+    _guarded(save, directory, "could not be written")
     numbers = {name: agent.numbers() for name, agent in agents.items()}
     on_first_rank(directory, lambda: (directory / NUMBERS).write_text(json.dumps(numbers, indent=1)))
 
@@ -126,7 +135,7 @@ def load_states(directory: str | Path, agents: Mapping[str, AgentStates]) -> Non
         for kind in states[name]
     }
     together(directory, lambda: _check_keys(directory, wanted))
-    read = _guarded(lambda: dist_checkpointing.load(wanted, str(directory)), directory, "could not be read")
+    read = _guarded(partial(dist_checkpointing.load, wanted, str(directory)), directory, "could not be read")
     for name, agent in agents.items():
         for slot in slots[name]:
             for kind, pieces in states[name].items():
@@ -136,6 +145,27 @@ def load_states(directory: str | Path, agents: Mapping[str, AgentStates]) -> Non
                     piece.copy_(whole.flatten()[slot.span].view(piece.shape))
         _set_numbers(agent, numbers[name])
         publish_main_weights(agent.optimizer)
+
+
+class _InProcessSave(SaveShardedStrategy):
+    """Megatron's `torch_dist` format, written by this process.
+
+    Megatron's own strategy spawns a manager and forks a writer even for a synchronous save: seconds of imports, a guard needed
+    in every script, and no answer where the writer is killed.
+    """
+
+    can_handle_sharded_objects = True
+
+    def save(self, sharded_state_dict, checkpoint_dir):
+        by_key = defaultdict(list)
+        for shard in nested_values(sharded_state_dict):
+            if is_main_replica(shard.replica_id):
+                by_key[shard.key].append(shard)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(by_key),
+            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
 
 
 def _read_numbers(directory: Path, agents: Mapping[str, AgentStates]) -> dict[str, Any]:
@@ -207,9 +237,9 @@ class _Slot:
     """Rank in `group` that writes and reads it."""
     index: int | None
     """Position in `main_weights`; None where this rank's shard of the optimizer has no element of it."""
-    span: slice = field(default=slice(None))
+    span: slice
     """This rank's elements of the flat parameter."""
-    cut: bool = False
+    cut: bool
     """Whether the main copy is cut over `group`."""
 
     @property
@@ -220,9 +250,7 @@ class _Slot:
     def shard(self, prefix: str, data: torch.Tensor) -> ShardedTensor | ShardedTensorFactory:
         """The parameter's description with other data, float32 [shape of the parameter], under `<prefix>.<its key>`."""
         # The last number is the data rank: only the owner presents the tensor, so it is the main replica.
-        changes = dict(
-            key=f"{prefix}.{self.described.key}", data=data, replica_id=(*self.described.replica_id[:-1], 0)
-        )
+        changes = dict(key=f"{prefix}.{self.described.key}", data=data, replica_id=(*self.described.replica_id[:-1], 0))
         if isinstance(self.described, ShardedTensor):
             changes["dtype"] = data.dtype
         return replace(self.described, **changes)
@@ -240,7 +268,9 @@ def _slots(optimizer: Optimizer) -> Iterator[_Slot]:
         }
         for name, parameter in chunk.named_parameters():
             if id(parameter) not in described or id(parameter) not in mains:
-                raise CheckpointError("a parameter would not be saved", field=name, expected="optimized and in the state dict")
+                raise CheckpointError(
+                    "a parameter would not be saved", field=name, expected="optimized and in the state dict"
+                )
             group = _data_group(optimizer, parameter)
             load = loads.setdefault(id(group), [0] * group.size())
             owner = load.index(min(load))
@@ -261,13 +291,14 @@ def _main_places(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     for part in optimizer.parts:
         cut = isinstance(part, DistributedOptimizer)
         if cut:
-            found |= {id(parameter): {"index": None, "cut": True} for parameter in part.model_param_gbuf_map}
+            nothing = {"index": None, "span": slice(0), "cut": True}
+            found |= {id(parameter): nothing for parameter in part.model_param_gbuf_map}
         for _, parameter in main_copies(part):
-            place = {"index": index, "cut": cut}
+            span = slice(None)
             if cut:
                 held = part._get_model_param_range_map(parameter)["param"]
-                place["span"] = slice(held.start, held.end)
-            found[id(parameter)] = place
+                span = slice(held.start, held.end)
+            found[id(parameter)] = {"index": index, "span": span, "cut": cut}
             index += 1
     return found
 

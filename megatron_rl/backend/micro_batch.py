@@ -12,11 +12,18 @@ from megatron_rl.backend import platform
 from megatron_rl.backend.attention import PackedAttentionParams, packed_params
 from megatron_rl.backend.replay import MISSING, RouterRows
 from megatron_rl.backend.topology import Topology
-from megatron_rl.batching import MicroBatchPlan, PackLayout, TokenStream, build_layout, context_positions, sequence_slice
+from megatron_rl.batching import (
+    MicroBatchPlan,
+    PackLayout,
+    TokenStream,
+    build_layout,
+    context_positions,
+    sequence_slice,
+)
 from megatron_rl.rollouts.routes import missing_sentinel, padding_rows
 
-RouteSource = Callable[[int, int, np.ndarray], np.ndarray]
-"""(row of the batch, MoE layer index, route rows [r]) → ids [r, k] as recorded, sentinel included."""
+RouteSource = Callable[[int, np.ndarray, np.ndarray], np.ndarray]
+"""(row of the batch, MoE layer indices [l], route rows [r]) → ids [l, r, k] as recorded, sentinel included."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,9 @@ def prepare_micro_batches(
     return [
         _cut(
             stream,
-            build_layout(stream, rows, length=plan.length, cp=layout.context, tp=layout.tensor, pad_each_to=pad_each_to),
+            build_layout(
+                stream, rows, length=plan.length, cp=layout.context, tp=layout.tensor, pad_each_to=pad_each_to
+            ),
             topology,
             routes,
             aux_weight,
@@ -108,13 +117,14 @@ def _router_rows(stream, layout: PackLayout, topology: Topology, routes: RouteSp
         return RouterRows(None, real, weights)
     segment = np.searchsorted(layout.cu_seqlens[1:], part, side="right")
     filler = padding_rows(len(part), routes.experts, routes.topk, start=int(part[0]) if len(part) else 0)
-    ids = {layer: filler.astype(np.int64) for layer in routes.layers}
+    indices = np.array(list(routes.layers.values()), np.int64)
+    ids = np.repeat(filler.astype(np.int64)[None], len(indices), 0)
     for place, row in enumerate(layout.rows):
         here = np.flatnonzero((segment == place) & (rows >= 0))
         if len(here):
-            for layer, index in routes.layers.items():
-                ids[layer][here] = _as_ids(routes.source(row, index, rows[here]))
-    return RouterRows({layer: torch.as_tensor(array, device=device) for layer, array in ids.items()}, real, weights)
+            ids[:, here] = _as_ids(routes.source(row, indices, rows[here]))
+    stacked = torch.as_tensor(ids, device=device)
+    return RouterRows(dict(zip(routes.layers, stacked, strict=True)), real, weights)
 
 
 def _as_ids(recorded: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,7 +34,9 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=platform.device_of_new_parameters(config))
+        super().__init__(
+            hidden_size, eps=eps, dtype=config.params_dtype, device=platform.device_of_new_parameters(config)
+        )
         self.weight.sequence_parallel = config.sequence_parallel
 
 
@@ -59,7 +62,9 @@ class Model:
     def output_weight(self) -> torch.Tensor:
         """[V/tp, h] rows of the (possibly tied) output layer on the last stage."""
         last = self.bare[-1]
-        return last.shared_embedding_or_output_weight() if last.share_embeddings_and_output_weights else self.head.weight
+        return (
+            last.shared_embedding_or_output_weight() if last.share_embeddings_and_output_weights else self.head.weight
+        )
 
     def train(self, mode: bool = True) -> None:
         """Training mode. Nothing here drops out, so log-probs are the same either way; kept for what users plug in."""
@@ -68,7 +73,12 @@ class Model:
 
 
 def transformer_config(
-    hf: HFModelConfig, parallel: ParallelConfig, performance: PerformanceConfig, dtype: torch.dtype, *, meta: bool = False
+    hf: HFModelConfig,
+    parallel: ParallelConfig,
+    performance: PerformanceConfig,
+    dtype: torch.dtype,
+    *,
+    meta: bool = False,
 ) -> TransformerConfig:
     """Megatron's configuration of an HF model under a layout.
 
@@ -206,10 +216,9 @@ def build_chunks(
 ) -> list[GPTModel]:
     """This rank's bare chunks with their role's head, parameters uninitialised (they are imported or loaded)."""
     vocab = padded_vocab(hf, topology.config, vocab_multiple)
-    return [
-        _build_chunk(hf, config, topology, role, vocab, vp)
-        for vp in (range(topology.config.virtual_pipeline) if topology.config.virtual_pipeline > 1 else [None])
-    ]
+    stages = range(topology.config.virtual_pipeline) if topology.config.virtual_pipeline > 1 else [None]
+    with platform.on_meta() if config.init_model_with_meta_device else contextlib.nullcontext():
+        return [_build_chunk(hf, config, topology, role, vocab, vp) for vp in stages]
 
 
 def _build_chunk(hf, config, topology: Topology, role: Role, vocab: int, vp: int | None) -> GPTModel:
@@ -280,7 +289,5 @@ def build_model(
         use_distributed_optimizer=topology.config.distributed_optimizer,
         average_in_collective=False,
     )
-    chunks = [
-        DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(wrapped)
-    ]
+    chunks = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(wrapped)]
     return Model(role, hf, config, topology, chunks, bare, registry)

@@ -26,6 +26,7 @@ import sys
 import time
 import types
 import warnings
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,18 @@ def device_of_new_parameters(config) -> torch.device:
     if getattr(config, "init_model_with_meta_device", False):
         return torch.device("meta")
     return CPU if config.use_cpu_initialization else device()
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """Modules built inside have parameters without memory, whether they name the current device or none (planning)."""
+    current = torch.cuda.current_device
+    torch.cuda.current_device = lambda: torch.device("meta")
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.cuda.current_device = current
 
 
 def collective_backend() -> str:
@@ -151,7 +164,9 @@ def _rename_types_for_megatron() -> None:
 
     def type_(self, *args, **kwargs):
         answer = plain(self, *args, **kwargs)
-        if isinstance(answer, str) and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core.optimizer"):
+        if isinstance(answer, str) and sys._getframe(1).f_globals.get("__name__", "").startswith(
+            "megatron.core.optimizer"
+        ):
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 

@@ -68,6 +68,7 @@ class RouterHandle:
         self.agreed = torch.zeros(2, dtype=torch.float64, device=device)
         self.missing = torch.zeros(2, dtype=torch.float64, device=device)
         self.load = torch.zeros(self.router.num_experts, dtype=torch.float64, device=device)
+        """Recorded tokens by natively chosen expert; empty under replay, where the record says it."""
         self.losses = torch.zeros(2, dtype=torch.float64, device=device)
         self.margin = torch.full((), torch.inf, device=device)
 
@@ -104,12 +105,14 @@ class RouterHandle:
 
     def _count(self, scores, native, chosen, rows: RouterRows) -> None:
         real = rows.real
-        self.load += torch.bincount(chosen[real].flatten(), minlength=len(self.load)).to(self.load)
-        if rows.routes is not None:
-            known = (rows.routes[self.layer] >= 0).all(1) & real
-            same = (chosen.unsqueeze(2) == native.unsqueeze(1)).any(2)
-            self.agreed += torch.stack((same[known].sum(), known.sum() * chosen.shape[1])).to(self.agreed)
-            self.missing += torch.stack(((real & ~known).sum(), real.sum())).to(self.missing)
+        if rows.routes is None:
+            self.load += torch.bincount(chosen[real].flatten(), minlength=len(self.load)).to(self.load)
+        else:
+            known = (rows.routes[self.layer][:, 0] >= 0) & real
+            same = (chosen.unsqueeze(2) == native.unsqueeze(1)).any(2).sum(1)
+            sums = torch.stack((torch.where(known, same, 0), known * chosen.shape[1], real & ~known, real)).sum(1)
+            self.agreed += sums[:2]
+            self.missing += sums[2:]
         if self.registry.record:
             self.recorded = chosen
             top = scores.topk(chosen.shape[1] + 1, dim=1).values if chosen.shape[1] < scores.shape[1] else None
@@ -235,7 +238,10 @@ class RouteRegistry:
             for handle in handles:
                 if handle.pending:
                     raise RouteError(
-                        "recorded routes were not consumed", field=f"layer {handle.layer}", found=len(handle.pending), expected=0
+                        "recorded routes were not consumed",
+                        field=f"layer {handle.layer}",
+                        found=len(handle.pending),
+                        expected=0,
                     )
                 if handle.calls not in (micro_batches, 2 * micro_batches if self.training else micro_batches):
                     raise RouteError(
@@ -266,4 +272,6 @@ def refuse_unreplayable(router: torch.nn.Module) -> None:
     }
     for name, on in refused.items():
         if on:
-            raise ConfigError("routing cannot be replayed with this setting", found=f"{name}={getattr(config, name)}", setting=name)
+            raise ConfigError(
+                "routing cannot be replayed with this setting", found=f"{name}={getattr(config, name)}", setting=name
+            )

@@ -101,7 +101,9 @@ def _run(model: Model, micro_batches, length, readout, loss, *, training, losses
 
 
 def _loss(model: Model, batch: MicroBatch, readout: Readout, loss: LossFunction, output: torch.Tensor):
-    readings = read_policy(model, batch, readout, output) if model.role == "policy" else read_value(model, batch, output)
+    readings = (
+        read_policy(model, batch, readout, output) if model.role == "policy" else read_value(model, batch, output)
+    )
     value, sums = loss(batch.slots, readings)
     # An all-padding micro-batch still runs backward, so that its collectives meet their peers'.
     value = value + output.sum() * 0

@@ -144,7 +144,9 @@ def check_model_fits(config: ParallelConfig, *, heads: int, kv_heads: int, exper
                 f"{what} do not divide over {name}",
                 found=f"{total} over {size}",
                 expected=f"a divisor; nearest: {sorted(near)}",
-                setting=name if "·" not in name else f"{name}, or first_stage_layers / pipeline_layout for uneven stages",
+                setting=name
+                if "·" not in name
+                else f"{name}, or first_stage_layers / pipeline_layout for uneven stages",
             )
 
 

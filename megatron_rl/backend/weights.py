@@ -83,7 +83,9 @@ def _key(model: Model, place: Place) -> Key:
 
 def _owners(model: Model, mine: list[Key]) -> dict:
     """Key → (pipeline stage that holds it, local shape, dtype, split)."""
-    local = {_key(model, p): (tuple(p.parameter.shape), p.parameter.dtype, p.split) for p in places(model) if not p.shared}
+    local = {
+        _key(model, p): (tuple(p.parameter.shape), p.parameter.dtype, p.split) for p in places(model) if not p.shared
+    }
     found: list[dict | None] = [None] * model.topology.pp_group.size()
     dist.all_gather_object(found, {key: local[key] for key in mine}, group=model.topology.pp_group)
     return {key: (stage, *entry) for stage, entries in enumerate(found) for key, entry in entries.items()}
@@ -94,7 +96,9 @@ def _from_stage(model: Model, place: Place | None, stage: int, shape, dtype) -> 
     if group.size() == 1:
         return place.parameter.detach()
     device = next(model.bare[0].parameters()).device
-    tensor = place.parameter.detach().contiguous() if place is not None else torch.empty(shape, dtype=dtype, device=device)
+    tensor = (
+        place.parameter.detach().contiguous() if place is not None else torch.empty(shape, dtype=dtype, device=device)
+    )
     dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)
     return tensor
 

@@ -54,7 +54,9 @@ def _all_of(found: Mapping[str, str], names: tuple[str, ...], launcher: str) -> 
             f"{launcher} started this process but did not say where it belongs",
             found=f"no {', '.join(missing)}",
             expected=", ".join(names),
-            setting="export MASTER_ADDR and MASTER_PORT in the batch script" if launcher == "srun" else "start with torchrun",
+            setting="export MASTER_ADDR and MASTER_PORT in the batch script"
+            if launcher == "srun"
+            else "start with torchrun",
         )
     return [found[name] for name in names]
 

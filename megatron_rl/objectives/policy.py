@@ -133,7 +133,7 @@ def gmpo(
     high = (signs > 0) & (log_ratio > log_clip)
     low = (signs < 0) & (log_ratio < -log_clip)
     bounded = torch.where(high, log_clip, torch.where(low, -log_clip, log_ratio))
-    geometric = bounded_exp(segment_mean(torch.where(signs == 0, 0.0, bounded), offsets, segment_sum))
+    geometric = bounded_exp(segment_mean(bounded, offsets, segment_sum))
     check_same_shape(sequences=geometric, sequence_advantages=advantages)
     return PolicyLoss(-advantages * geometric, low, high)
 

@@ -49,7 +49,13 @@ class TerminalWatch:
         if self.silent:
             return
         self._log = MetricsLog(self.output, resume_from=done)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         self._progress = Progress(*columns, console=self.console)
         self._progress.start()
         self._bar = self._progress.add_task("iterations", total=iterations, completed=done)

@@ -77,5 +77,3 @@ def _build(config: RunConfig, topology: Topology, path: str, role: Role, optimiz
 
 def _with_head(source: HFModelConfig, role: Role) -> HFModelConfig:
     return source.as_critic() if role == "value" else source
-
-

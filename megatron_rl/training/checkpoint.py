@@ -190,7 +190,10 @@ def _check_cursor(cursor: Mapping[str, Any]) -> None:
         same = False
     if not same:
         raise CheckpointError(
-            "the cursor does not survive JSON", field="cursor", found=cursor, expected="string keys, lists, numbers, strings"
+            "the cursor does not survive JSON",
+            field="cursor",
+            found=cursor,
+            expected="string keys, lists, numbers, strings",
         )
 
 
@@ -212,7 +215,9 @@ def _libraries() -> Iterator[tuple[str, str]]:
 def _read_run(path: Path) -> dict[str, Any]:
     reason = faults(path, checksums=False)
     if reason is not None:
-        raise CheckpointError("checkpoint is not complete", file=path, found=reason, expected="every file of its manifest")
+        raise CheckpointError(
+            "checkpoint is not complete", file=path, found=reason, expected="every file of its manifest"
+        )
     return json.loads((path / RUN).read_text())
 
 
@@ -273,7 +278,9 @@ def _remove(directory: Path) -> None:
 
 def _prune(root: Path, iteration: int, keep: int) -> None:
     """Remove what is older than the newest `keep` whole checkpoints up to this one. Later ones are not ours to judge."""
-    past = sorted((p for p in _directories(root) if _number(p.name) <= iteration), key=lambda p: _number(p.name), reverse=True)
+    past = sorted(
+        (p for p in _directories(root) if _number(p.name) <= iteration), key=lambda p: _number(p.name), reverse=True
+    )
     whole = [p for p in past if faults(p, checksums=False) is None]
     for path in past[past.index(whole[:keep][-1]) + 1 :]:
         try:

@@ -53,7 +53,9 @@ def diagnose(agents: Agents, batch: RolloutBatch, k3: float) -> str:
     """The assumption whose change brings log-probs closest to the recorded ones, in words."""
     temperature = agents.config.rollout.temperature
     trials = {
-        f"temperature (recorded log-probs fit {1 / temperature:g} better than {temperature:g})": {"temperature": 1 / temperature},
+        f"temperature (recorded log-probs fit {1 / temperature:g} better than {temperature:g})": {
+            "temperature": 1 / temperature
+        },
         "log-probs of raw logits (they fit temperature 1)": {"temperature": 1.0},
         "recorded routes do not belong to these tokens or this model (native routing fits better)": {"replay": False},
     }

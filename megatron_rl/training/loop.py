@@ -85,7 +85,9 @@ class Loop:
     def iterate(self, iteration: int) -> dict[str, float]:
         """One iteration; returns its metrics, the same on every rank."""
         self._seconds.clear()
-        self.engine.reseed(int(np.random.SeedSequence([self.config.seed, iteration, dist.get_rank()]).generate_state(1)[0]))
+        self.engine.reseed(
+            int(np.random.SeedSequence([self.config.seed, iteration, dist.get_rank()]).generate_state(1)[0])
+        )
         with self._timed("rollout"):
             directory = record(self.config, self.engine, self.task, iteration, self.output / "rollouts")
         batch, _ = load_validated(self.config, directory, self.fingerprint, self.agents.version)
@@ -131,7 +133,10 @@ class Loop:
     def _minibatches(self, scored: ScoredBatch, iteration: int, epoch: int) -> list[np.ndarray]:
         keys = [scored.batch.trajectory_ids[row] for row in scored.rows]
         seed = self.config.seed + iteration
-        return [scored.rows[part] for part in split_minibatches(len(keys), self.config.algorithm.minibatches, seed, epoch, keys)]
+        return [
+            scored.rows[part]
+            for part in split_minibatches(len(keys), self.config.algorithm.minibatches, seed, epoch, keys)
+        ]
 
     def _publish(self) -> None:
         self.agents.version += 1

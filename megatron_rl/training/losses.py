@@ -50,7 +50,11 @@ def loss_weights(algorithm: AlgorithmConfig, offsets: torch.Tensor, rows: torch.
 
 
 def importance_weights(
-    algorithm: AlgorithmConfig, anchor: torch.Tensor, behaviour: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor
+    algorithm: AlgorithmConfig,
+    anchor: torch.Tensor,
+    behaviour: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor,
 ) -> tuple[torch.Tensor | None, dict[str, float]]:
     """ω [D] that corrects from μ to the anchor, decided on whole sequences; None where no correction is configured.
 

@@ -23,7 +23,9 @@ def my_share(specs: list[EpisodeSpec]) -> list[EpisodeSpec]:
     return specs[dist.get_rank() :: dist.get_world_size()]
 
 
-def play(config: RunConfig, engine: LocalEngine, task: Task, specs: list[EpisodeSpec], *, greedy: bool) -> list[Trajectory]:
+def play(
+    config: RunConfig, engine: LocalEngine, task: Task, specs: list[EpisodeSpec], *, greedy: bool
+) -> list[Trajectory]:
     """Play episodes under the run's limits."""
     rollout = config.rollout
     return play_episodes(

@@ -63,7 +63,7 @@ def route_spec(model: Model, batch: RolloutBatch, *, replay: bool) -> RouteSpec:
     """Recorded routes of this rank's layers; native routing for a critic or when replay is off."""
     hf = model.hf
     layers = {layer: hf.moe_layers.index(layer) for layer in model.registry.layers}
-    source = (lambda row, index, rows: batch.routes[row][index][rows]) if replay else None
+    source = (lambda row, indices, rows: batch.routes[row][indices[:, None], rows]) if replay else None
     return RouteSpec(source, layers, hf.num_experts, hf.topk)
 
 
@@ -231,7 +231,9 @@ def _ratio(sums: torch.Tensor) -> float:
     return float(sums[0] / sums[1]) if sums[1] != 0 else float("nan")
 
 
-def _batch_metrics(batch: RolloutBatch, rows: np.ndarray, values: torch.Tensor, returns: torch.Tensor) -> dict[str, float]:
+def _batch_metrics(
+    batch: RolloutBatch, rows: np.ndarray, values: torch.Tensor, returns: torch.Tensor
+) -> dict[str, float]:
     if not len(rows):
         return {"rollout/trajectories": 0.0}
     totals = [

@@ -20,7 +20,9 @@ def active_parameters(hf: HFModelConfig) -> int:
     return hf.num_layers * attention + mlp + hf.hidden_size * hf.vocab_size
 
 
-def throughput_metrics(config: RunConfig, agents: Agents, scored: ScoredBatch, seconds: dict[str, float]) -> dict[str, float]:
+def throughput_metrics(
+    config: RunConfig, agents: Agents, scored: ScoredBatch, seconds: dict[str, float]
+) -> dict[str, float]:
     """`throughput/*`: tokens of the rollout batch over the seconds of each phase and rank, and MFU of the updates.
 
     MFU counts 6 FLOPs per active parameter and token of a training pass and 2 of a scoring pass (attention scores left
@@ -33,8 +35,10 @@ def throughput_metrics(config: RunConfig, agents: Agents, scored: ScoredBatch, s
     if not update_seconds:
         return {}
     scoring = 2 if algorithm.anchor == "ewma" else 0
-    flops = active_parameters(agents.actor.model.hf) * tokens * (
-        6 * passes["critic"] + (6 + scoring) * passes["actor"] * bool(seconds.get("actor"))
+    flops = (
+        active_parameters(agents.actor.model.hf)
+        * tokens
+        * (6 * passes["critic"] + (6 + scoring) * passes["actor"] * bool(seconds.get("actor")))
     )
     trained = tokens * sum(passes[name] for name in passes if seconds.get(name))
     return {

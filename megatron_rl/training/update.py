@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.backend import platform
+from megatron_rl.backend.micro_batch import MicroBatch
 from megatron_rl.backend.optimizer import Optimizer
 from megatron_rl.backend.replay import RouterLosses
 from megatron_rl.backend.step import LossFunction, train
@@ -47,12 +48,12 @@ def update_actor(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> dict[
         return {"actor/skipped": 1.0}
     anchor = _anchor(agents, scored, rows)
     omega, metrics = importance_weights(algorithm, anchor, scored.behaviour, scored.offsets, weights)
-    terms = PolicyTerms(
-        algorithm, scored.advantages, scored.behaviour, anchor, scored.reference, weights, omega
-    )
+    terms = PolicyTerms(algorithm, scored.advantages, scored.behaviour, anchor, scored.reference, weights, omega)
     losses = _router_losses(agents, agents.actor, scored.batch, rows, _recorded_load(agents, scored, rows))
     sums, step = _step(agents, agents.actor, scored.actor, scored.batch, rows, terms, losses, len(POLICY_SUMS))
-    metrics |= step | {f"mismatch/anchor_{k}": v for k, v in mismatch_metrics(anchor[counted], scored.behaviour[counted]).items()}
+    metrics |= step | {
+        f"mismatch/anchor_{k}": v for k, v in mismatch_metrics(anchor[counted], scored.behaviour[counted]).items()
+    }
     metrics |= _named("actor", POLICY_SUMS, sums) | _replay_metrics(agents)
     if agents.anchor is not None and metrics["actor/stepped"]:
         agents.anchor.tick()
@@ -127,7 +128,9 @@ def _routed_tokens(batch: RolloutBatch, rows: np.ndarray) -> int:
     return int((np.diff(batch.offsets)[rows] - 1).sum())
 
 
-def _router_losses(agents: Agents, optimizer: Optimizer, batch, rows, load: dict[int, torch.Tensor]) -> RouterLosses | None:
+def _router_losses(
+    agents: Agents, optimizer: Optimizer, batch, rows, load: dict[int, torch.Tensor]
+) -> RouterLosses | None:
     algorithm = agents.config.algorithm
     if not (algorithm.aux_loss_coef or algorithm.z_loss_coef):
         return None
@@ -143,13 +146,7 @@ def _recorded_load(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> dic
     if agents.config.replay.enabled:
         planned = plan(agents, scored.actor, rows)
         parts = prepare(agents, model, scored.actor, scored.batch, planned, rows, replay=True)
-        load = {
-            layer: sum(
-                torch.bincount(part.router.routes[layer][part.router.real].clamp(min=0).flatten(), minlength=model.hf.num_experts)
-                for part in parts
-            ).double()
-            for layer in model.registry.layers
-        }
+        load = {layer: _chosen(parts, layer, model.hf.num_experts) for layer in model.registry.layers}
     else:
         planned = plan(agents, scored.actor, rows)
         parts = prepare(agents, model, scored.actor, scored.batch, planned, rows, replay=False)
@@ -159,7 +156,15 @@ def _recorded_load(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> dic
     return {layer: sum_over(count, *groups) for layer, count in load.items()}
 
 
-def _router_loss_metrics(agents: Agents, optimizer: Optimizer, losses: RouterLosses | None, name: str) -> dict[str, float]:
+def _chosen(parts: list[MicroBatch], layer: int, experts: int) -> torch.Tensor:
+    """float64 [E]: how often each expert was recorded for this rank's tokens; missing rows are in no count."""
+    ids = torch.cat([part.router.routes[layer][part.router.real].flatten() for part in parts])
+    return torch.bincount(ids[ids >= 0], minlength=experts).double()
+
+
+def _router_loss_metrics(
+    agents: Agents, optimizer: Optimizer, losses: RouterLosses | None, name: str
+) -> dict[str, float]:
     if losses is None:
         return {}
     device = platform.device()

@@ -220,3 +220,19 @@ def _by_trajectory(model: Model, layout, lengths: Sequence[int]) -> list[np.ndar
     chosen = np.stack([handle.recorded.numpy() for handle in model.registry.handles]).astype(np.uint8)
     place = dict(zip(layout.rows, layout.cu_seqlens, strict=False))
     return [chosen[:, place[row] : place[row] + n - 1] for row, n in enumerate(lengths)]
+
+
+def micro_batches(scenario: Scenario, layout: Layout) -> int:
+    """Number of micro-batches of the actor's step."""
+    agents = start(scenario, layout)
+    return plan(agents, streams(scenario.batch)[0], np.arange(len(scenario.batch))).count
+
+
+def actor_only(result: Result) -> Result:
+    """The first step's part that the policy computes."""
+    first = result.steps[0]
+    readings = {name: values for name, values in first.readings.items() if name != "values"}
+    metrics = {name: value for name, value in first.metrics.items() if name.startswith("actor/")}
+    weights = {name: first.weights[name] for name in ("actor", "ewma")}
+    kept = StepResult(readings, first.margin, metrics, {"actor": first.gradients["actor"]}, weights, first.z)
+    return Result({}, {}, [kept])

@@ -7,7 +7,7 @@ each rank returned.
 Invariants:
 
 * Every case has a process group of its own (gloo), with its own prefix in one key-value store that the test process
-  hosts on a port the system chose. It is destroyed after the case.
+  hosts on a port the system chose. It is destroyed once all ranks are done.
 * Every case starts from `torch.manual_seed(0)`, float32 as default dtype, and no Megatron state (`reset_megatron`).
 * A case either returns one result per rank or raises `RankFailure` with a text for every rank, within its timeout plus
   a few seconds. The processes of a failed case are killed; the next case starts new ones.
@@ -238,9 +238,11 @@ def prepare_for_megatron() -> None:
 
 
 def _answer(case: _Case, store: dist.Store) -> bytes:
+    own_store = dist.PrefixStore(f"case-{case.number}", store)
     try:
-        return pickle.dumps((True, _run(case, dist.PrefixStore(f"case-{case.number}", store))))
+        return pickle.dumps((True, _run(case, own_store)))
     except BaseException:
+        own_store.set("all left", "1")
         return pickle.dumps((False, traceback.format_exc()))
 
 
@@ -251,11 +253,23 @@ def _run(case: _Case, store: dist.Store) -> Any:
     dist.init_process_group("gloo", store=store, rank=case.rank, world_size=case.world_size, timeout=limit)
     try:
         func, args = pickle.loads(case.call)
-        return func(*args)
+        result = func(*args)
+        _leave_together(store, case.world_size, limit)
     finally:
         dist.destroy_process_group()
         reset_megatron()
         gc.collect()
+    return result
+
+
+def _leave_together(store: dist.Store, world_size: int, limit: timedelta) -> None:
+    """Waits until every rank is done: closing our sockets breaks a rank that still connects to its peers.
+
+    Not a gloo barrier, because a failed rank must be able to release the others (it sets the same key).
+    """
+    if store.add("left", 1) == world_size:
+        store.set("all left", "1")
+    store.wait(["all left"], limit)
 
 
 def reset_megatron() -> None:

@@ -84,7 +84,10 @@ def test_veto_looks_at_every_decision_of_the_whole_sequence():
         return local_segment_sum(values, offsets) + elsewhere
 
     assert importance.veto(LOG_RATIOS, OFFSETS, 1e-3, with_another_rank).tolist() == [True, True, False]
-    assert importance.veto(torch.tensor([-50.0]), torch.tensor([0, 1]), math.exp(-40)).tolist() == [False]
+    assert importance.veto(torch.tensor([-50.0, -30.0]), torch.tensor([0, 1, 2]), math.exp(-40)).tolist() == [
+        False,
+        True,
+    ]
 
 
 def test_staleness_by_token_and_sequence():
