@@ -30,7 +30,7 @@ setup: python ## install the locked dependencies into a cached environment outsi
 
 .PHONY: demo
 demo: setup ## train a tiny agent on the CPU and show its report
-	@"$(VENV)/bin/python" -m megatron_rl.cli demo
+	@"$(VENV)/bin/python" examples/frozen_lake/demo.py
 
 .PHONY: test
 test: python ## everything a change must pass: setup, lint, unit, distributed, HF, demo

@@ -42,13 +42,19 @@ class Lane:
     """pytest's marker expression."""
 
 
+DEMO_SMOKE = (
+    "--output", "runs/smoke", "--iterations", "3", "--episodes", "32", "--evaluation", "32", "--demonstrations", "64",
+    "--cold-epochs", "1",
+)  # fmt: skip
+"""Every stage of the demo, too short to learn."""
+
 LANES = (
     Lane("setup", 5, (("make", "--no-print-directory", "setup"),)),
     Lane("lint", 1, ((PYTHON, "-m", "ruff", "check", "."), (PYTHON, "-m", "ruff", "format", "--check", "."))),
     Lane("unit", 3, folders=("tests/unit",)),
     Lane("dist", 8, folders=("tests/dist", "tests/checkpoint")),
     Lane("hf", 4, folders=("tests/hf",)),
-    Lane("demo", 3, ((PYTHON, "-m", "megatron_rl.cli", "demo"),)),
+    Lane("demo", 3, ((PYTHON, "examples/frozen_lake/demo.py", *DEMO_SMOKE),)),
     Lane("engines", 4, folders=("tests/engines",)),
     Lane("slurm", 4, folders=("tests/slurm",)),
     Lane("gpu", 5, folders=("tests/gpu",)),

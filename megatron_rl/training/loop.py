@@ -107,16 +107,14 @@ class Loop:
     def save(self) -> None:
         """Checkpoint everything the next iteration depends on."""
         root = self.output / "checkpoints"
-        cursor = {"iteration": self.done, "version": self.agents.version}
+        cursor = {"iteration": self.done}
         checkpoint.save_checkpoint(root, self.done, self.agents, cursor, keep=self.config.checkpoint.keep)
 
     def _resume(self) -> int:
-        newest = checkpoint.newest_complete(self.output / "checkpoints")
-        if newest is None:
+        found = checkpoint.newest_complete(self.output / "checkpoints")
+        if found.path is None:
             return 0
-        cursor = checkpoint.load_checkpoint(newest, self.agents)
-        self.agents.version = cursor["version"]
-        return cursor["iteration"]
+        return checkpoint.load_checkpoint(found.path, self.agents)["iteration"]
 
     def _update(self, scored: ScoredBatch, iteration: int) -> dict[str, float]:
         algorithm = self.config.algorithm
