@@ -339,11 +339,12 @@ def _table(results: list[Result]) -> Table:
 def main(file: Annotated[Path, typer.Argument(help="JSON: {cases: [{name, inputs, expect}]}", exists=True)]) -> None:
     """Compute every case of FILE with megatron_rl.objectives and compare with its expected values.
 
-    A case passes when max|error| over max|expected| is at most 1e-10 in float64 and 1e-5 in float32 (whiten: 1e-3,
-    since float32 inputs near 1000 have lost the digits already). Cases this tool has no function for are listed, not
-    failed: add one to CASES to cover it.
+    A case passes when max|error| over max|expected| is at most 1e-10 in
+    float64 and 1e-5 in float32 (whiten: 1e-3, since float32 inputs near 1000
+    have lost the digits already). Cases this tool has no function for are
+    listed, not failed: add one to CASES to cover it.
 
-    Exit status: 0 if all computed cases pass, 1 if one fails or none was computed.
+    Exit status: 0 if all computed cases pass, 1 if one fails or there is none.
 
     Example: python tools/check_vectors.py tests/unit/objectives/vectors.json
     """

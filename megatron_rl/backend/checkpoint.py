@@ -292,7 +292,7 @@ def _main_places(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
         cut = isinstance(part, DistributedOptimizer)
         if cut:
             nothing = {"index": None, "span": slice(0), "cut": True}
-            found |= {id(parameter): nothing for parameter in part.model_param_gbuf_map}
+            found |= {id(parameter): nothing for buffer in part.buffers for parameter in buffer.param_index_map}
         for _, parameter in main_copies(part):
             span = slice(None)
             if cut:

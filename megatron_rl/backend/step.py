@@ -113,7 +113,8 @@ def _loss(model: Model, batch: MicroBatch, readout: Readout, loss: LossFunction,
 
 def read_policy(model: Model, batch: MicroBatch, readout: Readout, hidden: torch.Tensor) -> torch.Tensor:
     """Log-probs and entropies, float32 [2, n], from the last stage's hidden states [1, s/tp, h]."""
-    hidden = hidden[0]
+    # Megatron's wrapper hands a bfloat16 model's output out in float32; the output layer is still bfloat16.
+    hidden = hidden[0].to(model.output_weight().dtype)
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, group=model.topology.tp_group)
     return torch.stack(

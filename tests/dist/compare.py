@@ -26,7 +26,7 @@ class Bounds:
     value: float = 1e-5
     """Absolute."""
     scalar: float = 1e-6
-    """Of a logged scalar, over max(|it|, Σ|w·term| of its step)."""
+    """Of a logged scalar, over max(|it|, the size of the terms it is summed from)."""
     gradient: float = 1e-5
     """‖error‖ of a parameter's gradient over max(its norm, 1e-3 of the model's)."""
     norm: float = 1e-5
@@ -61,7 +61,7 @@ def _all_errors(found: Result, expected: Result, lr: float) -> Iterator[tuple[st
 def _step_errors(found: StepResult, expected: StepResult, lr: float) -> Iterator[tuple[str, float]]:
     for name, values in expected.readings.items():
         yield "value" if name == "values" else "logprob", _largest(found.readings[name] - values)
-    for name, error in _scalar_errors(found.metrics, expected.metrics, _scales(expected.metrics)):
+    for name, error in _scalar_errors(found.metrics, expected.metrics, _scales(expected)):
         yield "norm" if name.endswith("grad_norm") else "scalar", error
     for name, gradients in expected.gradients.items():
         for error in gradient_errors(found.gradients[name], gradients).values():
@@ -82,9 +82,11 @@ def gradient_errors(found: Weights, expected: Weights) -> dict[str, float]:
     }
 
 
-def _scales(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metric → Σ|w·term| of its model's step."""
-    return {name: metrics[f"{name.split('/')[0]}/magnitude"] for name in metrics if name.split("/")[0] in ("actor", "critic")}
+def _scales(step: StepResult) -> dict[str, float]:
+    """Metric → size of the terms it is summed from: Σ|w·term| of its model's step, or mean |log π| for mismatches."""
+    sizes = {name.split("/")[0]: size for name, size in step.metrics.items() if name.endswith("/magnitude")}
+    sizes["mismatch"] = float(step.readings["theta"].abs().mean())
+    return {name: sizes.get(name.split("/")[0], 0.0) for name in step.metrics}
 
 
 def _scalar_errors(found: Mapping[str, float], expected: Mapping[str, float], scales: Mapping[str, float]):

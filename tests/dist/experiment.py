@@ -26,7 +26,7 @@ from megatron_rl.training.agents import Agents, build_agents
 from megatron_rl.training.records import ScoredBatch
 from megatron_rl.training.score import plan, prepare, readout, score_batch, streams
 from megatron_rl.training.update import update_actor, update_critic
-from tests.dist.scenario import SECOND_STEP, Layout, Scenario, decision_order, reordered, shuffle_order
+from tests.dist.scenario import EMPTY_ROW, SECOND_STEP, Layout, Scenario, decision_order, reordered, shuffle_order
 
 Weights = dict[str, torch.Tensor]
 
@@ -225,7 +225,7 @@ def _by_trajectory(model: Model, layout, lengths: Sequence[int]) -> list[np.ndar
 def micro_batches(scenario: Scenario, layout: Layout) -> int:
     """Number of micro-batches of the actor's step."""
     agents = start(scenario, layout)
-    return plan(agents, streams(scenario.batch)[0], np.arange(len(scenario.batch))).count
+    return plan(agents, streams(scenario.batch)[0], np.flatnonzero(np.arange(len(scenario.batch)) != EMPTY_ROW)).count
 
 
 def actor_only(result: Result) -> Result:

@@ -47,7 +47,7 @@ SLOW = (
     _layout("recompute full", recompute="full", budget=40),
     _layout("recompute selective", recompute="selective"),
     _layout("2 micro-batches", budget=48),
-    _layout("5 micro-batches", budget=24),
+    _layout("5 micro-batches", budget=21),
     _layout("padded", packed=False, budget=48),
     _layout("shuffled", shuffled=True),
 )

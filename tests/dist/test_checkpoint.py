@@ -47,14 +47,14 @@ class Trace:
     pieces: dict[str, list[torch.Tensor]]
     """Model and state → this rank's own tensors, then the live parameters."""
     states: dict[str, Weights]
-    """Model and state → whole HF tensors; empty in bfloat16, where looking at them would round."""
+    """Model and state → whole HF tensors, where other layouts are compared."""
     numbers: tuple
     draws: list[float]
     """One number of each random generator."""
     metrics: dict[str, float]
     after: dict[str, list[torch.Tensor]]
     """`pieces` after the step."""
-    after_states: dict[str, Weights]
+    after_weights: dict[str, Weights]
     cursor: dict
     skipped: tuple
 
@@ -76,13 +76,17 @@ def own_pieces(agents: Agents) -> dict[str, list[torch.Tensor]]:
 
 
 def whole_states(agents: Agents) -> dict[str, Weights]:
-    if agents.config.model.dtype != "float32":
-        return {}
+    """Seen without the checkpoint's own way of putting tensors together: shown in the model and exported to HF names."""
     found = {}
     for name, agent in states_of(agents).items():
         for kind, pieces in agent.tensors().items():
             with swapped_in(agent.optimizer, [x.clone() for x in pieces]):
                 found[f"{name}.{kind}"] = whole(agent.optimizer.model)
+    return found if dist.get_rank() == 0 else {}
+
+
+def whole_weights(agents: Agents) -> dict[str, Weights]:
+    found = {name: whole(agent.optimizer.model) for name, agent in states_of(agents).items()}
     return found if dist.get_rank() == 0 else {}
 
 
@@ -104,10 +108,10 @@ def update(agents: Agents, scored) -> dict[str, float]:
     return update_actor(agents, scored, scored.rows) | update_critic(agents, scored, scored.rows)
 
 
-def trace(agents: Agents, scored, cursor: dict, skipped: tuple = ()) -> Trace:
-    before = (own_pieces(agents), whole_states(agents), numbers_of(agents), draw())
+def trace(agents: Agents, scored, cursor: dict, skipped: tuple, compared: bool) -> Trace:
+    before = (own_pieces(agents), whole_states(agents) if compared else {}, numbers_of(agents), draw())
     metrics = update(agents, scored)
-    return Trace(*before, metrics, own_pieces(agents), whole_states(agents), cursor, skipped)
+    return Trace(*before, metrics, own_pieces(agents), whole_weights(agents) if compared else {}, cursor, skipped)
 
 
 def train_save_go_on(scenario: Scenario, layout: Layout, root: Path) -> Trace:
@@ -119,14 +123,15 @@ def train_save_go_on(scenario: Scenario, layout: Layout, root: Path) -> Trace:
     random.seed(dist.get_rank()), np.random.seed(dist.get_rank() + 10), torch.manual_seed(dist.get_rank() + 20)
     draw()
     save_checkpoint(root, 2, agents, CURSOR, keep=2)
-    return trace(agents, scored, CURSOR)
+    # In bfloat16 looking through the model would round.
+    return trace(agents, scored, CURSOR, (), layout.dtype == "float32")
 
 
-def resume(scenario: Scenario, layout: Layout, root: Path) -> Trace:
+def resume(scenario: Scenario, layout: Layout, root: Path, compared: bool = False) -> Trace:
     agents = start(scenario, layout)
     scored = score_batch(agents, scenario.batch)
     found = newest_complete(root)
-    return trace(agents, scored, load_checkpoint(found.path, agents), found.skipped)
+    return trace(agents, scored, load_checkpoint(found.path, agents), found.skipped, compared)
 
 
 def write_scenario(folder: Path, **settings) -> Scenario:
@@ -213,10 +218,10 @@ def test_the_same_layout_repeats_the_next_step_bit_for_bit(ranks, scenario, save
 )
 def test_another_layout_continues_within_rounding(ranks, scenario, saved, before: Layout, after: Layout) -> None:
     root, expected = saved(before)
-    found = ranks.run(resume, after.world, scenario, after, root)
+    found = ranks.run(resume, after.world, scenario, after, root, True)
     assert found[0].numbers[:2] == expected[0].numbers[:2]
     assert largest_difference(found[0].states, expected[0].states) == 0
-    assert largest_difference(found[0].after_states, expected[0].after_states) < 1e-6
+    assert largest_difference(found[0].after_weights, expected[0].after_weights) < 1e-6
     for name, value in expected[0].metrics.items():
         if not name.endswith("micro_batches"):
             assert found[0].metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name

@@ -72,9 +72,10 @@ def main(
 ) -> None:
     """Compare megatron_rl's GAE with a Python loop over time steps that handles all sequences at once.
 
-    Both return advantages (λ_actor) and returns (λ_critic) in float32. The loop gets zero-padded [B, T] tensors, padded
-    beforehand; ours works on the flat decision timeline. Three batches: all sequences of length T, ragged ones of 1..T,
-    and the ragged ones with a λ per sequence.
+    Both return advantages (λ_actor) and returns (λ_critic) in float32. The
+    loop gets [B, T] tensors padded beforehand; ours works on the flat decision
+    timeline. Three batches: all sequences of length T, ragged ones of 1..T,
+    and the ragged ones with a λ per sequence. Run it on an idle machine.
     """
     torch.manual_seed(0)
     typer.echo(f"B={sequences}, T={steps}, float32, {torch.get_num_threads()} thread(s), min-max of {repeats}")

@@ -1,0 +1,178 @@
+"""The loop on real ranks: it resumes exactly, skips what has no decision, stops at the gate, and shares verdicts."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.dist.pool import RankFailure, RankPool
+
+
+def _config(model: Path, output: Path, **changes):
+    from megatron_rl.config import parse_config
+
+    settings = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "output": str(output),
+        "iterations": 3,
+        "evaluate_every": 0,
+        "evaluation_episodes": 4,
+        "batching": {"token_budget": 512},
+        "optimizer": {"lr": 1e-3},
+        "critic_optimizer": {"lr": 1e-3},
+        "algorithm": {"minibatches": 2, "sequence_is_cap": 2.0, "anchor": "ewma", "ewma_decay": 0.5},
+        "rollout": {"episodes": 8, "max_turns": 3, "max_action_tokens": 2},
+    }
+    for name, value in changes.items():
+        settings[name] = {**settings[name], **value} if isinstance(value, dict) and name in settings else value
+    return parse_config(settings)
+
+
+class _Watch:
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def started(self, iterations: int, done: int) -> None: ...
+
+    def metrics(self, iteration: int, values: dict[str, float]) -> None:
+        self.rows.append({"iteration": iteration, **values})
+
+
+def _loop(config, **task):
+    from megatron_rl.backend import topology
+    from megatron_rl.engines.tasks import make_task
+    from megatron_rl.training.loop import Loop
+
+    watch = _Watch()
+    place = topology.initialize(config.parallel, seed=config.seed)
+    return Loop(config, place, make_task("frozen_lake", {"evaluation_maps": 4, **task}), watch), watch
+
+
+def train(config) -> list[dict[str, float]]:
+    """Metrics of every iteration without the clock's."""
+    loop, watch = _loop(config)
+    loop.run()
+    return [{k: v for k, v in row.items() if not k.startswith(("seconds/", "throughput/"))} for row in watch.rows]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from megatron_rl.engines.environments import lake_vocabulary
+    from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
+
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny_checkpoint(path, lake_vocabulary(), TinyShape(hidden_size=32, num_layers=2, moe_hidden_size=16))
+    return path
+
+
+def test_a_resumed_run_is_the_unbroken_run(ranks: RankPool, tiny: Path, tmp_path: Path) -> None:
+    whole = ranks.run(train, 2, _config(tiny, tmp_path / "whole", parallel={"expert": 2}))[0]
+    short = _config(tiny, tmp_path / "broken", parallel={"expert": 2}, iterations=2, checkpoint={"every": 1})
+    ranks.run(train, 2, short)
+    rest = ranks.run(train, 2, _config(tiny, tmp_path / "broken", parallel={"expert": 2}))[0]
+    assert [row["iteration"] for row in rest] == [2]
+    assert rest[0].keys() == whole[2].keys()
+    different = {k: (rest[0][k], whole[2][k]) for k in rest[0] if not np.array_equal(rest[0][k], whole[2][k], equal_nan=True)}
+    assert different == {}
+    assert (tmp_path / "whole/export/model.safetensors").read_bytes() == (
+        tmp_path / "broken/export/model.safetensors"
+    ).read_bytes()
+
+
+def skip_step(config) -> bool:
+    """Whether a batch without decisions leaves weights, moments, counts and EWMA as they were, and the next step moves."""
+    import torch
+
+    from megatron_rl.backend.anchor import main_weights
+    from megatron_rl.training.rollout import load_validated, record
+    from megatron_rl.training.score import score_batch
+    from megatron_rl.training.update import update_actor, update_critic
+
+    loop, _ = _loop(config)
+    agents = loop.agents
+    directory = record(config, loop.engine, loop.task, 0, loop.output / "rollouts")
+    scored = score_batch(agents, load_validated(config, directory, loop.fingerprint, 0)[0])
+    update_actor(agents, scored, scored.rows)
+
+    def state():
+        moments = [t for part in agents.actor.parts for s in part.optimizer.state.values() for t in s.values()]
+        return [t.clone() for t in (*main_weights(agents.actor), *agents.anchor.average, *moments)], agents.anchor.z
+
+    before, z = state()
+    nothing = update_actor(agents, scored, np.empty(0, np.int64)), update_critic(agents, scored, np.empty(0, np.int64))
+    after, z_after = state()
+    same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and z == z_after
+    steps = agents.actor.steps
+    update_actor(agents, scored, scored.rows)
+    return same and nothing == ({"actor/skipped": 1.0}, {"critic/skipped": 1.0}) and agents.actor.steps == steps + 1
+
+
+def test_a_step_without_decisions_changes_nothing(ranks: RankPool, tiny: Path, tmp_path: Path) -> None:
+    assert ranks.run(skip_step, 2, _config(tiny, tmp_path / "skip")) == [True, True]
+
+
+def gate(config, tamper: str) -> str:
+    """What the gate says of freshly sampled rollouts after one thing was changed."""
+    from megatron_rl.errors import ConfigError
+    from megatron_rl.training.gate import check_first_step
+    from megatron_rl.training.rollout import load_validated, record
+
+    loop, _ = _loop(config)
+    if tamper == "temperature":
+        loop.engine.temperature = 2.0
+    batch, _ = load_validated_as(config, record(config, loop.engine, loop.task, 0, loop.output / "rollouts"), loop, tamper)
+    if tamper == "shift":
+        batch = dataclasses.replace(batch, logprobs=np.roll(batch.logprobs, 1) * batch.action_mask)
+    if tamper == "routes":
+        rng = np.random.default_rng(0)
+        batch = dataclasses.replace(batch, routes=tuple(rng.permuted(r, axis=1) for r in batch.routes))
+    try:
+        check_first_step(loop.agents, batch)
+    except ConfigError as error:
+        return str(error)
+    return "passed"
+
+
+def load_validated_as(config, directory: Path, loop, tamper: str):
+    """Reads the batch as the trainer would; a header that lies about the temperature is past the entrance already."""
+    from megatron_rl.rollouts.store import read_batch
+    from megatron_rl.training.rollout import load_validated
+
+    if tamper == "temperature":
+        return read_batch(directory), None
+    return load_validated(config, directory, loop.fingerprint, 0)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "says"),
+    [
+        ("nothing", "passed"),
+        ("temperature", "temperature"),
+        ("shift", "shifted against their tokens"),
+        ("routes", "routes do not belong"),
+    ],
+)
+def test_the_gate_names_the_cause(ranks: RankPool, tiny: Path, tmp_path: Path, tamper: str, says: str) -> None:
+    bounds = {"max_k3": 1e-4, "max_extreme": 0.5}
+    wide = {"episodes": 32, "max_turns": 6}
+    config = _config(tiny, tmp_path / tamper, gate=bounds, rollout=wide, batching={"token_budget": 2048})
+    assert says in ranks.run(gate, 1, config, tamper)[0]
+
+
+def read_bad(config, version: int) -> int:
+    from megatron_rl.training.rollout import load_validated, record
+
+    loop, _ = _loop(config)
+    directory = record(config, loop.engine, loop.task, 0, loop.output / "rollouts")
+    return len(load_validated(config, directory, loop.fingerprint, version)[0])
+
+
+def test_every_rank_raises_the_same_fault(ranks: RankPool, tiny: Path, tmp_path: Path) -> None:
+    assert ranks.run(read_bad, 2, _config(tiny, tmp_path / "good"), 0) == [8, 8]
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(read_bad, 2, _config(tiny, tmp_path / "future"), -1)
+    text = str(caught.value)
+    assert text.count("RolloutError") >= 2 and "version" in text
