@@ -1,6 +1,8 @@
-"""The run configuration: typed, frozen, unknown keys refused. Every field says what it does, in which unit, and its default.
+"""The run configuration: typed, frozen, unknown keys refused. Every field says what it does, in which unit, and its
+default.
 
-Loaded from YAML with `load_config(path, overrides)`; overrides are dotted (`optimizer.lr=1e-5`). No torch is imported here.
+Loaded from YAML with `load_config(path, overrides)`; overrides are dotted (`optimizer.lr=1e-5`). No torch is
+imported here.
 """
 
 from __future__ import annotations
@@ -167,7 +169,8 @@ class AlgorithmConfig(_Section):
     critic_warmup: int = Field(0, ge=0)
     """Iterations in which only the critic learns."""
     aux_loss_coef: float = Field(0.0, ge=0)
-    """Load-balancing loss, from expert counts of the whole optimizer step: linear in tokens, the same in every layout."""
+    """Load-balancing loss, from expert counts of the whole optimizer step: linear in tokens, the same in every
+    layout."""
     z_loss_coef: float = Field(0.0, ge=0)
     """Router z-loss."""
     missing_boundary: Literal["error", "drop", "zero"] = "error"

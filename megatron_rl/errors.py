@@ -1,4 +1,5 @@
-"""Every error a user can meet, each saying what is wrong, where, what was found, what was expected and which setting to change."""
+"""Every error a user can meet, each saying what is wrong, where, what was found, what was expected and which setting
+to change."""
 
 from __future__ import annotations
 

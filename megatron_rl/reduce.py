@@ -1,9 +1,10 @@
 """Every collective that is ours. Groups are arguments; nothing here knows a model or a configuration.
 
 What a forward reads is a few floats per decision, while tokens, activations and weights are large. So each step's
-decision-level results are summed into one flat vector that every rank holds (a slot is read by exactly one context-parallel
-rank of one replica, all others add 0). Whitening, loss weights, sequence ratios and effective sample sizes are then plain
-functions of whole-batch vectors, the same bits on every rank and in every layout.
+decision-level results are summed into one flat vector that every rank holds (a slot is read by exactly one
+context-parallel
+rank of one replica, all others add 0). Whitening, loss weights, sequence ratios and effective sample sizes are then
+plain functions of whole-batch vectors, the same bits on every rank and in every layout.
 """
 
 from __future__ import annotations

@@ -65,11 +65,11 @@ def install(lock: Path, fill: Callable[[Path, Path], None] | None = None) -> Pat
     Raises:
         SystemExit: wrong Python for this lock file, or the folder belongs to somebody else, or pip failed.
     """
+    _check_python(lock)
     path = folder(lock)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _exclusive(path.with_name(path.name + ".lock")):
         if not is_ready(path, lock):
-            _check_python(lock)
             _clear(path)
             (path / STAMP).write_text(UNFINISHED)
             (fill or _fill)(path, lock)

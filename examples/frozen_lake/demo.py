@@ -4,7 +4,8 @@
     python examples/frozen_lake/demo.py --help
 
 Stages: a random Qwen3-MoE checkpoint is written; supervised training on *random valid play* teaches how an action is
-spelled, not which is good (cold start); PPO does the rest on maps drawn afresh; success is measured by greedy play on 256
+spelled, not which is good (cold start); PPO does the rest on maps drawn afresh; success is measured by greedy play
+on 256
 maps that training never sees. Controls: the cold start alone, PPO with learning rate 0, and the trained policy with its
 observations blanked. The policy is then exported to HF format and measured again from the export.
 """
@@ -155,14 +156,15 @@ def _report(output: Path, history: list[dict], results: dict[str, float], second
     )
     console.print(f"sampled success:        {sparkline([row.get('rollout/success', 0.0) for row in history])}")
     for name, where in {
-        "HF export": "ppo/export", "critic": "ppo/export-critic", "checkpoints": "ppo/checkpoints", "rollouts": "ppo/rollouts",
-        "metrics": "ppo/metrics.jsonl", "TensorBoard": "ppo/tensorboard", "curve": "curve.png",
+        "HF export": "ppo/export", "critic": "ppo/export-critic", "checkpoints": "ppo/checkpoints", "rollouts":
+        "ppo/rollouts", "metrics": "ppo/metrics.jsonl", "TensorBoard": "ppo/tensorboard", "curve": "curve.png",
     }.items():  # fmt: skip
         console.print(f"{name}: {output / where}")
     first, last = results["cold start only"], results["trained, from the HF export"]
     margin = last - max(controls.values())
     console.print(
-        f"success {first:.1%} → {last:.1%}, at least {100 * margin:.0f} points above every control, {seconds / 60:.1f} minutes"
+        f"success {first:.1%} → {last:.1%}, at least {100 * margin:.0f} points above every control, "
+        f"{seconds / 60:.1f} minutes"
     )
 
 

@@ -1,10 +1,12 @@
 """Other weights in the live model: the EWMA anchor of PPO-EWMA (arXiv 2110.00641) and a frozen reference policy.
 
-Both live where the float32 main weights live, sharded with the distributed optimizer; no second model exists. Swapping in
+Both live where the float32 main weights live, sharded with the distributed optimizer; no second model exists.
+Swapping in
 is a copy and an all-gather, and swapping out restores the trained weights bit for bit:
 
 * where main weights *are* the model's memory (float32), they are stashed first and copied back;
-* where they are apart (bfloat16), they are never written: the model's copies are made from the anchor, then from them again.
+* where they are apart (bfloat16), they are never written: the model's copies are made from the anchor, then from
+  them again.
 """
 
 from __future__ import annotations
@@ -88,7 +90,8 @@ def _gather_model(optimizer: Optimizer) -> None:
 
 @dataclass
 class Anchor:
-    """EWMA of the main weights: Z₀ = 1, θ̄₀ = θ₀; after optimizer step n: Z ← βZ + 1, θ̄ ← (βZ_old θ̄ + θ)/Z (spec §10)."""
+    """EWMA of the main weights: Z₀ = 1, θ̄₀ = θ₀; after optimizer step n: Z ← βZ + 1, θ̄ ← (βZ_old θ̄ + θ)/Z (spec
+    §10)."""
 
     optimizer: Optimizer
     decay: float

@@ -1,8 +1,9 @@
 """Packed, context-parallel causal attention for machines without Transformer Engine.
 
-Megatron's local attention knows neither packed (THD) sequences nor context parallelism. This one gathers keys and values
-over the context-parallel group and runs `scaled_dot_product_attention` on buckets of segments of similar length. What goes
-where is worked out once per micro-batch (`AttentionPlan`), not once per layer.
+Megatron's local attention knows neither packed (THD) sequences nor context parallelism. This one gathers keys and
+values
+over the context-parallel group and runs `scaled_dot_product_attention` on buckets of segments of similar length.
+What goes where is worked out once per micro-batch (`AttentionPlan`), not once per layer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class AttentionBucket:
     keys: torch.Tensor
     """int64 [n, k]: rows of the gathered key tensor; padded with 0."""
     mask: torch.Tensor | None
-    """bool [n, 1, q, k]: may attend; None where queries and keys are the same rows and plain causal attention is meant."""
+    """bool [n, 1, q, k]: may attend; None where queries and keys are the same rows and plain causal attention is
+    meant."""
     valid: torch.Tensor
     """int64: flat positions of [n·q] that are real queries."""
     rows: torch.Tensor
@@ -120,8 +122,8 @@ def _bucket(group, where_query, where_key, plain: bool, device) -> AttentionBuck
 class PackedCausalAttention(torch.nn.Module):
     """Drop-in `core_attention` of Megatron's layer spec for packed micro-batches.
 
-    Forward: query [t, Hq, d], key and value [t, Hkv, d] of this context-parallel rank → [t, Hq·d]. Scores are formed and
-    normalised by `scaled_dot_product_attention`; tokens of other segments are never seen.
+    Forward: query [t, Hq, d], key and value [t, Hkv, d] of this context-parallel rank → [t, Hq·d]. Scores are formed
+    and normalised by `scaled_dot_product_attention`; tokens of other segments are never seen.
     """
 
     def __init__(

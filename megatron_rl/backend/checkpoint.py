@@ -1,14 +1,15 @@
 """Every tensor a run trains, in one Megatron distributed checkpoint (`megatron.core.dist_checkpointing`) of any layout.
 
-Stored are whole float32 tensors in the shape of the model's parameters, whatever the layout and the computation dtype: main
-weights, both Adam moments, the EWMA anchor θ̄ and π_ref. Their keys are `<agent>.<state>.<Megatron's key of the parameter>`.
-Megatron's `sharded_state_dict` of the model says which part of a global tensor a rank's parameter is; the main copies, which
-the distributed optimizer cuts flat over data ranks, are put together on one data rank each, so that every data rank writes
-about its share. Loading is the same way back: that rank reads, the others get their pieces from it. Hence no file depends on
-the layout or on whether the optimizer was distributed. The optimizer's own `sharded_state_dict` knows three states only, and
-its keys and its gathering differ between optimizer classes.
+Stored are whole float32 tensors in the shape of the model's parameters, whatever the layout and the computation dtype:
+main weights, both Adam moments, the EWMA anchor θ̄ and π_ref, under `<agent>.<state>.<Megatron's key of the parameter>`.
+Megatron's `sharded_state_dict` of the model says which part of a global tensor a rank's parameter is. Main copies,
+which
+the distributed optimizer cuts flat over data ranks, are put together on one data rank each, so that every data rank
+writes about its share. Loading goes the same way back: that rank reads, the others get their pieces from it. Hence no
+file depends on the layout or on whether the optimizer was distributed. The optimizer's own `sharded_state_dict` knows
+three states only, and its keys and its gathering differ between optimizer classes.
 
-Model parameters are not stored beside their main weights: in float32 they are the same, in bfloat16 they are the rounded ones.
+Model parameters are not stored beside their main weights: in float32 they are the same, in bfloat16 the rounded ones.
 
 Invariants:
 
@@ -20,7 +21,7 @@ Invariants:
 from __future__ import annotations
 
 import json
-import random
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -28,10 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -62,7 +62,10 @@ class AgentStates:
     reference: Reference | None = None
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """State → this rank's pieces, float32, in the order of `anchor.main_weights`. Moments not yet made are made, zero."""
+        """State → this rank's pieces, float32, in the order of `anchor.main_weights`.
+
+        Moments that no step has made yet are made, zero.
+        """
         mains, first, second = [], [], []
         for part in self.optimizer.parts:
             part.init_state_fn(part.optimizer, part.config)
@@ -95,7 +98,7 @@ def save_states(directory: str | Path, agents: Mapping[str, AgentStates]) -> Non
         agents: name → states; names become key prefixes.
 
     Raises:
-        CheckpointError: on every rank, if any could not write.
+        CheckpointError: on every rank, if any could not write or the file system has too little room.
     """
     directory = Path(directory)
     state = {}
@@ -106,6 +109,7 @@ def save_states(directory: str | Path, agents: Mapping[str, AgentStates]) -> Non
                 whole = _put_together(slot, None if slot.index is None else pieces[slot.index])
                 if whole is not None:
                     state[f"{name}.{kind}.{slot.name}"] = slot.shard(f"{name}.{kind}", whole)
+    _check_space(directory, sum(shard.data.nbytes for shard in state.values()))
     save = partial(dist_checkpointing.save, state, str(directory), _InProcessSave("torch_dist", 1))
     _guarded(save, directory, "could not be written")
     numbers = {name: agent.numbers() for name, agent in agents.items()}
@@ -147,11 +151,30 @@ def load_states(directory: str | Path, agents: Mapping[str, AgentStates]) -> Non
         publish_main_weights(agent.optimizer)
 
 
+def _check_space(directory: Path, needed: int) -> None:
+    """Refuse before anything is written: a failure of rank 0 inside Megatron's save would leave the others waiting."""
+    total = torch.tensor(needed, device=platform.device())
+    dist.all_reduce(total)
+
+    def check() -> None:
+        free = shutil.disk_usage(directory).free
+        if free < total:
+            raise CheckpointError(
+                "no room for a checkpoint",
+                file=directory,
+                found=f"{free / 1e9:.3f} GB free",
+                expected=f"{total.item() / 1e9:.3f} GB",
+                setting="output, or checkpoint.keep",
+            )
+
+    on_first_rank(directory, check)
+
+
 class _InProcessSave(SaveShardedStrategy):
     """Megatron's `torch_dist` format, written by this process.
 
-    Megatron's own strategy spawns a manager and forks a writer even for a synchronous save: seconds of imports, a guard needed
-    in every script, and no answer where the writer is killed.
+    Megatron's own strategy spawns a manager and forks a writer even for a synchronous save: seconds of imports, a
+    guard needed in every script, and no answer where the writer is killed.
     """
 
     can_handle_sharded_objects = True
@@ -257,7 +280,7 @@ class _Slot:
 
 
 def _slots(optimizer: Optimizer) -> Iterator[_Slot]:
-    """Every parameter, in an order that all ranks of its data group share; owners so that each has about as many bytes."""
+    """Every parameter, in an order that all ranks of its data group share; owners have about as many elements each."""
     mains = _main_places(optimizer)
     loads: dict[int, list[int]] = {}
     for number, chunk in enumerate(optimizer.model.bare):
@@ -325,43 +348,6 @@ def _hand_out(slot: _Slot, whole: torch.Tensor | None) -> torch.Tensor:
     return tensor
 
 
-def random_states() -> dict[str, Any]:
-    """States of Python's, numpy's, torch's and Megatron's random generators on this rank, as JSON."""
-    version, words, spare = random.getstate()
-    numpy_state = np.random.get_state(legacy=False)
-    numpy_state["state"] = {"key": numpy_state["state"]["key"].tolist(), "pos": int(numpy_state["state"]["pos"])}
-    cuda = {"cuda": _hex(torch.cuda.get_rng_state())} if platform.on_gpu() else {}
-    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return {
-        "python": [version, list(words), spare],
-        "numpy": numpy_state,
-        "torch": _hex(torch.get_rng_state()),
-        "megatron": {name: _hex(state) for name, state in tracked.items()},
-        **cuda,
-    }
-
-
-def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Inverse of `random_states`."""
-    version, words, spare = states["python"]
-    random.setstate((version, tuple(words), spare))
-    key = np.array(states["numpy"]["state"]["key"], np.uint32)
-    np.random.set_state({**states["numpy"], "state": {**states["numpy"]["state"], "key": key}})
-    torch.set_rng_state(_unhex(states["torch"]))
-    if platform.on_gpu():
-        torch.cuda.set_rng_state(_unhex(states["cuda"]))
-    tracked = {name: _unhex(state) for name, state in states["megatron"].items()}
-    tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
-
-
-def _hex(state: torch.Tensor) -> str:
-    return state.cpu().numpy().tobytes().hex()
-
-
-def _unhex(text: str) -> torch.Tensor:
-    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
-
-
 def together(file: str | Path, work: Callable[[], T]) -> T:
     """Run work without collectives on every rank; if it failed on any, all raise.
 
@@ -389,7 +375,8 @@ def on_first_rank(file: str | Path, work: Callable[[], Any]) -> None:
 
 
 def _guarded(work: Callable[[], T], directory: Path, what: str) -> T:
-    """Run a collective of Megatron's, which reports a failing rank to all, and name the checkpoint in what it raises."""
+    """Run a collective of Megatron's, which tells all ranks of one that failed, and name the checkpoint in the
+    error."""
     try:
         return work()
     except (CheckpointException, CheckpointingException, OSError, KeyError, RuntimeError) as failure:

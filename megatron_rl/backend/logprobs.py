@@ -1,7 +1,7 @@
 """Log-probs and entropies over the vocabulary-parallel output layer, and values of the critic, read at decisions only.
 
-The output layer runs on the hidden states that a decision is read from, in chunks, and float32 logits of one chunk exist at
-a time, in forward and again in backward. Padding rows of the vocabulary never get probability.
+The output layer runs on the hidden states that a decision is read from, in chunks, and float32 logits of one chunk
+exist at a time, in forward and again in backward. Padding rows of the vocabulary never get probability.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def vocab_parallel_logprobs(
         chunk: rows whose logits exist at one time.
 
     Returns:
-        log-probs and entropies, float32 [n], nats. The gradient with respect to `hidden` is this rank's part: sum it over
-        `group` (a sequence-parallel gather does).
+        log-probs and entropies, float32 [n], nats. The gradient with respect to `hidden` is this rank's part: sum it
+        over `group` (a sequence-parallel gather does).
     """
     return _VocabParallelLogProbs.apply(hidden, weight, labels, temperature, vocab_size, group, chunk)
 

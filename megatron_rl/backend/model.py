@@ -1,4 +1,5 @@
-"""Actor and critic as Megatron `GPTModel`s: configuration from HF settings, layer spec, heads, data-parallel wrapping."""
+"""Actor and critic as Megatron `GPTModel`s: configuration from HF settings, layer spec, heads, data-parallel
+wrapping."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with the mark by which Megatron sums its gradient over sequence shards.
 
-    Megatron's wrapper of the torch norm refuses sequence parallelism, which MoE layers need at TP > 1; on a sequence shard
-    the plain norm is right, and only the mark is missing.
+    Megatron's wrapper of the torch norm refuses sequence parallelism, which MoE layers need at TP > 1; on a sequence
+    shard the plain norm is right, and only the mark is missing.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
@@ -192,7 +193,8 @@ def _recompute(parallel: ParallelConfig) -> dict:
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Layers of one chunk: Transformer Engine's where it is installed, else Megatron's local ones with our norm and attention."""
+    """Layers of one chunk: Transformer Engine's where it is installed, else Megatron's local ones with our norm and
+    attention."""
     if config.transformer_impl == "transformer_engine":
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
@@ -252,9 +254,9 @@ def _build_chunk(hf, config, topology: Topology, role: Role, vocab: int, vp: int
 def _mark_experts(chunk: GPTModel) -> None:
     """Reduce expert gradients over the expert-data group in every layout.
 
-    Megatron does so only when EP > 1. With EP = 1 and expert-TP ≠ TP it would leave out the sum over tensor-parallel ranks,
-    each of which saw other tokens. Marking always also keeps one optimizer structure (dense, then experts) in every layout,
-    so that checkpoints reshard to and from EP = 1.
+    Megatron does so only when EP > 1. With EP = 1 and expert-TP ≠ TP it would leave out the sum over tensor-parallel
+    ranks, each of which saw other tokens. Marking always also keeps one optimizer structure (dense, then experts) in
+    every layout, so that checkpoints reshard to and from EP = 1.
     """
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:

@@ -1,4 +1,5 @@
-"""Megatron's optimizer under one contract: gradients arrive summed, the global norm is right, a bad step changes nothing."""
+"""Megatron's optimizer under one contract: gradients arrive summed, the global norm is right, a bad step changes
+nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Optimizer:
 
     @property
     def parts(self) -> list[MegatronOptimizer]:
-        """Megatron chains one optimizer for dense and one for expert parameters; parts without parameters are left out."""
+        """Megatron chains one optimizer for dense and one for expert parameters; parts without parameters are left
+        out."""
         chained = getattr(self.megatron, "chained_optimizers", [self.megatron])
         return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
 
@@ -47,6 +49,8 @@ class Optimizer:
         """
         for group in self.megatron.param_groups:
             group["lr"] = self.learning_rate()
+            # Megatron marks norms and biases with wd_mult 0 and leaves it to its own scheduler, unused here, to apply.
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         self.megatron.prepare_grads()
         norm = self.gradient_norm()
         if not math.isfinite(norm):
@@ -66,9 +70,10 @@ class Optimizer:
         """‖g‖₂ over every distinct parameter of the model, float64.
 
         Megatron before 0.19 leaves expert gradients of all but the first tensor-parallel rank out of the norm under
-        expert + tensor parallelism (Megatron-LM#5916): it takes a parameter's `tensor_model_parallel` mark for the question
-        whether ranks hold copies. Here each gradient is divided by the number of ranks that hold it, which the conversion
-        table knows. Can go when 0.19 is the oldest supported version.
+        expert + tensor parallelism (Megatron-LM#5916): it takes a parameter's `tensor_model_parallel` mark for the
+        question
+        whether ranks hold copies. Here each gradient is divided by the number of ranks that hold it, which the
+        conversion table knows. Can go when 0.19 is the oldest supported version.
         """
         square = torch.zeros((), dtype=torch.float64, device=platform.device())
         by_parameter = {id(place.parameter): place for place in places(self.model)}
@@ -92,8 +97,8 @@ class Optimizer:
 def build_optimizer(model: Model, config: OptimizerConfig) -> Optimizer:
     """AdamW over a model's parameters, sharded over data ranks where the layout says so.
 
-    Gradients of a step are summed over micro-batches and data ranks and divided by nobody: our finaliser passes no token
-    count on.
+    Gradients of a step are summed over micro-batches and data ranks and divided by nobody: our finaliser passes no
+    token count on.
     """
     settings = MegatronOptimizerConfig(
         optimizer="adam",

@@ -1,4 +1,5 @@
-"""What every live parameter is: its canonical name, global layer and expert, how it is cut, and its float32 main copy."""
+"""What every live parameter is: its canonical name, global layer and expert, how it is cut, and its float32 main
+copy."""
 
 from __future__ import annotations
 

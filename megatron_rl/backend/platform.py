@@ -1,18 +1,24 @@
 """Makes real Megatron-Core run on a CPU under gloo, and stays out of the way on CUDA under NCCL.
 
-Every patch of a dependency lives here, each with its reason and when it can go. `install()` is idempotent and does nothing
-but two import-time mends when CUDA is available.
+Every patch of a dependency lives here. `install()` is idempotent and does
+nothing but two import-time mends when CUDA is available.
 
-| patch | why | until |
-|---|---|---|
-| `torch.cuda.*` answers | Megatron asks for the current device, streams, RNG state at import-independent places | Megatron gains a device abstraction |
-| `torch` seen by `megatron.core` | `device="cuda"` literals in schedules and gradient clipping; only Megatron's modules see the proxy, and unlike a `TorchFunctionMode` it also reaches recompute on autograd's threads | same |
-| `Tensor.type()` to `megatron.core.optimizer` | optimizers sort parameters by `torch.cuda.FloatTensor` | same |
-| `te_general_gemm` | 0.16.1 uses the name without defining it when Transformer Engine is absent | 0.17 |
-| `maybe_move_tensor_to_cpu` | split sizes stay tensors unless they were CUDA tensors; gloo's all-to-all wants integers | a CPU path upstream |
-| gloo `scatter` | reads non-contiguous inputs as if contiguous: silent corruption | fixed in torch |
-| gloo uneven `all_gather` / `reduce_scatter` | refused by gloo; needed for TP>1 with EP and expert-TP>1 | gloo supports it |
-| `Adam` | `state_dict` of the distributed optimizer reads one step per parameter group | Transformer Engine or Apex present |
+The patches, each with its reason and when it can go:
+
+* `torch.cuda.*` answers: Megatron asks for the current device, streams and RNG state in many places. Until it has a
+  device abstraction.
+* `torch` as `megatron.core` sees it: `device="cuda"` literals in schedules and gradient clipping. Only the modules of
+  Megatron see the proxy, and unlike a `TorchFunctionMode` it also reaches recompute on autograd's threads. Until the
+  same.
+* `Tensor.type()` as `megatron.core.optimizer` sees it: optimizers sort parameters by `torch.cuda.FloatTensor`. The same.
+* `te_general_gemm`: 0.16.1 uses the name without defining it where Transformer Engine is absent. Until 0.17.
+* `maybe_move_tensor_to_cpu`: split sizes stay tensors unless they were on CUDA, and gloo's all-to-all wants integers.
+  Until Megatron has a CPU path.
+* gloo's `scatter` reads non-contiguous inputs as if contiguous: silent corruption. Until fixed in torch.
+* gloo's uneven `all_gather` and `reduce_scatter`: refused by gloo, needed for TP > 1 with EP and expert-TP > 1. Until
+  gloo supports them.
+* `Adam`: the distributed optimizer's `state_dict` reads one step per parameter group. Not used where Transformer Engine
+  or Apex is present.
 """
 
 from __future__ import annotations

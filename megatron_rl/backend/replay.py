@@ -1,8 +1,9 @@
 """Rollout Routing Replay (arXiv 2510.11370): recorded expert ids take the place of every router's top-k.
 
-Routes belong to a micro-batch, handles belong to a model: a registry walks the live model's routers, each of which carries
-its layer number, so actor, critic, reference and MTP layers never mix. Gate weights are still computed from the training
-logits over the replayed ids with the model's own score function, so routers keep their gradients.
+Routes belong to a micro-batch, handles belong to a model: a registry walks the live model's routers, each of which
+carries
+its layer number, so actor, critic, reference and MTP layers never mix. Gate weights are still computed from the
+training logits over the replayed ids with the model's own score function, so routers keep their gradients.
 
 Invariants (violations raise RouteError):
 
@@ -141,7 +142,8 @@ class RouterHandle:
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Adds a scalar to the loss at this point of the graph: identity in forward, gradient 1 to the scalar in backward."""
+    """Adds a scalar to the loss at this point of the graph: identity in forward, gradient 1 to the scalar in
+    backward."""
 
     @staticmethod
     def forward(ctx, carrier, loss):
@@ -214,7 +216,8 @@ class RouteRegistry:
             self._current, self.in_forward = None, False
 
     def rows_for(self, handle: RouterHandle) -> RouterRows | None:
-        """The rows of this call of `handle`: the current micro-batch's in forward, the oldest pending one's in recompute."""
+        """The rows of this call of `handle`: the current micro-batch's in forward, the oldest pending one's in
+        recompute."""
         handle.calls += 1
         if self.in_forward:
             if self.training and not torch.is_grad_enabled():

@@ -1,4 +1,5 @@
-"""Forward and backward over micro-batches through Megatron's schedules, with routes replayed and only decisions read."""
+"""Forward and backward over micro-batches through Megatron's schedules, with routes replayed and only decisions
+read."""
 
 from __future__ import annotations
 

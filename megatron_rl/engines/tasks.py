@@ -1,4 +1,5 @@
-"""What is played: a task names a vocabulary, builds environments, and draws episodes for training and for evaluation."""
+"""What is played: a task names a vocabulary, builds environments, and draws episodes for training and for
+evaluation."""
 
 from __future__ import annotations
 

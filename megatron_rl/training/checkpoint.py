@@ -5,9 +5,10 @@
                               random/         states of the random generators, one file a rank
                               states/         tensors (backend/checkpoint.py)
 
-A save fills a hidden directory `.iteration_00000012.partial`, makes it durable, writes the manifest and renames. So a save
-that dies, wherever it dies, leaves the checkpoints before it as they were; nothing is deleted before the new one stands. A
-manifest makes a directory whole, also a hidden one whose save died just before the rename: the next save finishes it.
+A save fills a hidden directory `.iteration_00000012.partial`, makes it durable, writes the manifest and renames. So a
+save that dies, wherever it dies, leaves the checkpoints before it as they were; nothing is deleted before the new one
+stands. A manifest makes a directory whole, also a hidden one whose save died just before the rename: the next save
+finishes it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import xxhash
 
@@ -32,11 +32,10 @@ from megatron_rl.backend.checkpoint import (
     AgentStates,
     load_states,
     on_first_rank,
-    random_states,
-    restore_random_states,
     save_states,
     together,
 )
+from megatron_rl.backend.random_states import random_states, restore_random_states
 from megatron_rl.backend.topology import Topology
 from megatron_rl.errors import CheckpointError
 from megatron_rl.training.agents import Agents
@@ -98,8 +97,8 @@ def save_checkpoint(root: str | Path, iteration: int, agents: Agents, cursor: Ma
 def load_checkpoint(path: str | Path, agents: Agents) -> dict[str, Any]:
     """Continue from a checkpoint: fills agents, weight version and random generators. Collective; any layout.
 
-    Random generators are restored under the layout that saved them. Under another one there is no such thing as the same
-    states: they stay as seeded, with a warning. Nothing random enters a forward pass or an update.
+    Random generators are restored under the layout that saved them. Under another one there is no such thing as the
+    same states: they stay as seeded, with a warning. Nothing random enters a forward pass or an update.
 
     Returns:
         The cursor given to `save_checkpoint`.
@@ -277,7 +276,7 @@ def _remove(directory: Path) -> None:
 
 
 def _prune(root: Path, iteration: int, keep: int) -> None:
-    """Remove what is older than the newest `keep` whole checkpoints up to this one. Later ones are not ours to judge."""
+    """Remove what is older than the newest `keep` whole ones up to this iteration. Later ones are not ours to judge."""
     past = sorted(
         (p for p in _directories(root) if _number(p.name) <= iteration), key=lambda p: _number(p.name), reverse=True
     )

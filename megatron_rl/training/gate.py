@@ -1,8 +1,8 @@
 """The step-0 gate: before the first update, the trainer must recognise what the engine sampled.
 
-Two checks: recomputed log-probs against the recorded ones (mean k3, share of ratios beyond 2), and a second scoring with
-other micro-batches, which must give the same log-probs. Out of bounds, the run stops and names the likely cause, found by
-scoring again with one assumption changed at a time.
+Two checks: recomputed log-probs against the recorded ones (mean k3, share of ratios beyond 2), and a second scoring
+with other micro-batches, which must give the same log-probs. Out of bounds, the run stops and names the likely cause,
+found by scoring again with one assumption changed at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_first_step(agents: Agents, batch: RolloutBatch) -> dict[str, float]:
             "two scorings of the same tokens with other micro-batches disagree",
             found=f"{rescore:.2e} nats",
             expected=f"at most {bounds.max_rescore:.0e}",
-            setting="gate.max_rescore, after looking for dropout, batch-dependent kernels or routes that move with packing",
+            setting="gate.max_rescore, after looking for dropout, batch-dependent kernels or routes tied to packing",
         )
     if found["k3"] > bounds.max_k3 or found["extreme2"] > bounds.max_extreme:
         raise ConfigError(

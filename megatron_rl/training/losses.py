@@ -23,7 +23,8 @@ from megatron_rl.objectives.segments import repeat
 from megatron_rl.objectives.value import value_loss
 
 POLICY_SUMS = ("loss", "policy", "entropy", "kl", "clip_low", "clip_high", "ratio", "magnitude")
-"""Logged sums of the policy step, in order. `magnitude` is Σ|w·term|: the scale rounding errors are measured against."""
+"""Logged sums of the policy step, in order. `magnitude` is Σ|w·term|: the scale rounding errors are measured
+against."""
 VALUE_SUMS = ("loss", "value", "clipped", "magnitude")
 
 

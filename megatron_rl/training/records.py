@@ -1,4 +1,5 @@
-"""What the score pass adds to a rollout batch. Decision vectors [D] are float32 on the device, the same on every rank."""
+"""What the score pass adds to a rollout batch. Decision vectors [D] are float32 on the device, the same on every
+rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""RolloutBatch → ScoredBatch: values, log-probs of anchor and reference, rewards on decisions, advantages and returns."""
+"""RolloutBatch → ScoredBatch: values, log-probs of anchor and reference, rewards on decisions, advantages and
+returns."""
 
 from __future__ import annotations
 

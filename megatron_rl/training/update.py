@@ -176,7 +176,8 @@ def _router_loss_metrics(
 
 
 def _replay_metrics(agents: Agents) -> dict[str, float]:
-    """Agreement of replayed with native ids, and missing rows. One fixed-size tensor on every rank, whatever its layers."""
+    """Agreement of replayed with native ids, and missing rows. One fixed-size tensor on every rank, whatever its
+    layers."""
     model = agents.actor.model
     layers = model.hf.moe_layers
     if not agents.config.replay.enabled or not layers:

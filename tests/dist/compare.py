@@ -28,17 +28,21 @@ class Bounds:
     scalar: float = 1e-6
     """Of a logged scalar, over max(|it|, the size of the terms it is summed from)."""
     gradient: float = 1e-5
-    """‖error‖ of a parameter's gradient over max(its norm, 1e-3 of the model's)."""
+    """‖error‖ of a parameter's gradient over max(its norm, `floor` of the model's)."""
+    floor: float = 1e-3
     norm: float = 1e-5
     """Relative, of the global gradient norm."""
     weight: float = 1e-3
     """Absolute, of weights and EWMA after a step, in learning rates."""
 
 
-def errors(found: Result, expected: Result, lr: float) -> dict[str, float]:
+QUANTITIES = ("logprob", "value", "scalar", "gradient", "norm", "weight")
+
+
+def errors(found: Result, expected: Result, lr: float, floor: float = Bounds.floor) -> dict[str, float]:
     """Worst error of each quantity of `Bounds`, over both steps and all tensors."""
-    worst = dict.fromkeys(vars(Bounds()), 0.0)
-    for quantity, error in _all_errors(found, expected, lr):
+    worst = dict.fromkeys(QUANTITIES, 0.0)
+    for quantity, error in _all_errors(found, expected, lr, floor):
         worst[quantity] = error if math.isnan(error) else max(worst[quantity], error)
     return worst
 
@@ -49,22 +53,22 @@ def violations(worst: Mapping[str, float], bounds: Bounds) -> dict[str, tuple[fl
     return {name: (error, limits[name]) for name, error in worst.items() if not error <= limits[name]}
 
 
-def _all_errors(found: Result, expected: Result, lr: float) -> Iterator[tuple[str, float]]:
+def _all_errors(found: Result, expected: Result, lr: float, floor: float) -> Iterator[tuple[str, float]]:
     for name, values in expected.scored.items():
         yield "value", _largest(found.scored[name] - values)
     for name, error in _scalar_errors(found.metrics, expected.metrics, {}):
         yield "scalar", error if name else math.nan
     for ours, theirs in zip(found.steps, expected.steps, strict=True):
-        yield from _step_errors(ours, theirs, lr)
+        yield from _step_errors(ours, theirs, lr, floor)
 
 
-def _step_errors(found: StepResult, expected: StepResult, lr: float) -> Iterator[tuple[str, float]]:
+def _step_errors(found: StepResult, expected: StepResult, lr: float, floor: float) -> Iterator[tuple[str, float]]:
     for name, values in expected.readings.items():
         yield "value" if name == "values" else "logprob", _largest(found.readings[name] - values)
     for name, error in _scalar_errors(found.metrics, expected.metrics, _scales(expected)):
         yield "norm" if name.endswith("grad_norm") else "scalar", error
     for name, gradients in expected.gradients.items():
-        for error in gradient_errors(found.gradients[name], gradients).values():
+        for error in gradient_errors(found.gradients[name], gradients, floor).values():
             yield "gradient", error
     for name, weights in expected.weights.items():
         for key, weight in weights.items():
@@ -72,12 +76,12 @@ def _step_errors(found: StepResult, expected: StepResult, lr: float) -> Iterator
     yield "scalar", abs(found.z - expected.z)
 
 
-def gradient_errors(found: Weights, expected: Weights) -> dict[str, float]:
-    """‖error‖ over max(own norm, 1e-3 of the total) of each tensor."""
+def gradient_errors(found: Weights, expected: Weights, floor: float = Bounds.floor) -> dict[str, float]:
+    """‖error‖ over max(own norm, `floor` of the total) of each tensor."""
     assert found.keys() == expected.keys()
     total = math.sqrt(sum(float(g.double().square().sum()) for g in expected.values()))
     return {
-        name: float((found[name].double() - g.double()).norm() / max(float(g.double().norm()), 1e-3 * total))
+        name: float((found[name].double() - g.double()).norm() / max(float(g.double().norm()), floor * total))
         for name, g in expected.items()
     }
 
@@ -118,7 +122,9 @@ def branches(result: Result, batch: RolloutBatch, algorithm: Mapping[str, Any]) 
         "sequence_is_cap": capped,
     }
     edges = [(ratio - edge).abs().min() for edge in (low, high, dual)] + [advantages.abs().min()]
-    return {name: float(hit.double().mean()) for name, hit in shares.items()}, float(min(*edges, value_edge, sequence_edge))
+    return {name: float(hit.double().mean()) for name, hit in shares.items()}, float(
+        min(*edges, value_edge, sequence_edge)
+    )
 
 
 def _value_branch(values: torch.Tensor, scored: Mapping[str, torch.Tensor], clip: float):

@@ -1,4 +1,4 @@
-"""What rank processes do: build the agents of a scenario under a layout, take two optimizer steps, hand back everything."""
+"""What rank processes do: build a scenario's agents under a layout, take two optimizer steps, hand back everything."""
 
 from __future__ import annotations
 

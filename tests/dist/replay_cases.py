@@ -1,4 +1,4 @@
-"""What rank processes do for the replay tests: read and differentiate log-probs under native, replayed and altered routes."""
+"""What rank processes do for the replay tests: read and differentiate log-probs under one routing or another."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _pass(agents: Agents, batch: RolloutBatch, *, replay: bool) -> Pass:
     logprobs = read(agents, agents.actor, stream, batch, rows, replay=replay)[0]
     planned = plan(agents, stream, rows)
     parts = prepare(agents, model, stream, batch, planned, rows, replay=replay)
-    train(model, parts, planned.length, readout(agents.config), _signed_sum)
+    train(model, parts, planned.length, readout(agents.config), signed_sum)
     consumed = model.registry.consumed
     gradients = whole_gradients(model)
     agents.actor.zero_grad()
@@ -60,7 +60,7 @@ def _pass(agents: Agents, batch: RolloutBatch, *, replay: bool) -> Pass:
     return Pass(logprobs, routers, consumed, (calls * (1 + again), calls * again), tuple(counted.tolist()))
 
 
-def _signed_sum(slots: torch.Tensor, readings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def signed_sum(slots: torch.Tensor, readings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Σ ±log π: signs keep the routers' gradient from being a small difference of large terms."""
     loss = (readings[0] * torch.where(slots % 3 == 0, -1.0, 1.0)).sum()
     return loss, loss.detach().double()[None]

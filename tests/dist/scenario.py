@@ -126,7 +126,8 @@ def draw_weights(shape: TinyShape, head: str, seed: int) -> dict[str, torch.Tens
     """Float32 weights large enough that logits, gates and values spread."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: (1.0 if len(size) == 1 else 0.0) + (0.1 if len(size) == 1 else 0.16) * torch.randn(size, generator=generator)
+        name: (1.0 if len(size) == 1 else 0.0)
+        + (0.1 if len(size) == 1 else 0.16) * torch.randn(size, generator=generator)
         for name, size in weight_shapes(shape, head).items()
     }
 
@@ -220,6 +221,13 @@ def with_recording(batch: RolloutBatch, logprobs: np.ndarray, routes: list[np.nd
     routes = [ids.copy() for ids in routes]
     routes[MISSING_ROW][1, 3] = np.iinfo(routes[0].dtype).max
     return replace(batch, logprobs=behaviour, routes=tuple(routes))
+
+
+def complete_routes(batch: RolloutBatch) -> RolloutBatch:
+    """The batch with its missing row filled in."""
+    routes = [ids.copy() for ids in batch.routes]
+    routes[MISSING_ROW][1, 3] = routes[MISSING_ROW][1, 2]
+    return replace(batch, routes=tuple(routes))
 
 
 def shuffle_order(rows: int) -> np.ndarray:

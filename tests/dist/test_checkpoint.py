@@ -1,4 +1,4 @@
-"""Checkpoints of real agents: the next step repeats bit for bit, any layout continues any other, and failures leave the last one."""
+"""Checkpoints of real agents: the next step repeats bit for bit, layouts continue each other, failures lose nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from megatron.core import tensor_parallel
 
 from megatron_rl.backend.anchor import swapped_in
 from megatron_rl.backend.checkpoint import AgentStates, load_states
+from megatron_rl.config import RunConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.training import checkpoint
 from megatron_rl.training.agents import Agents
@@ -38,6 +41,15 @@ EXPERT = Layout("EP2", 2, dict(expert=2))
 WHOLE = Layout("DP2, optimizer not distributed", 2, dict(distributed_optimizer=False))
 CHUNKS = Layout("PP2 VPP2", 2, dict(pipeline=2, virtual_pipeline=2))
 CURSOR = {"iteration": 7, "shards": ["a", "b"], "share": 0.1, "none": None}
+
+
+@dataclass(frozen=True)
+class Unpadded(Scenario):
+    """The experiment with 61 vocabulary rows at TP1 and 62 at TP2."""
+
+    def config(self, layout: Layout) -> RunConfig:
+        config = super().config(layout)
+        return config.model_copy(update={"model": config.model.model_copy(update={"vocab_multiple": 1})})
 
 
 @dataclass
@@ -76,7 +88,7 @@ def own_pieces(agents: Agents) -> dict[str, list[torch.Tensor]]:
 
 
 def whole_states(agents: Agents) -> dict[str, Weights]:
-    """Seen without the checkpoint's own way of putting tensors together: shown in the model and exported to HF names."""
+    """Seen without the checkpoint's own way of putting tensors together: shown in the model, exported to HF names."""
     found = {}
     for name, agent in states_of(agents).items():
         for kind, pieces in agent.tensors().items():
@@ -146,7 +158,7 @@ def write_scenario(folder: Path, **settings) -> Scenario:
         "old_critic": draw_weights(shape, "value", 4),
     }
     parts = {name: write_checkpoint(folder / name, shape, weights, **settings) for name, weights in parts.items()}
-    return Scenario(parts, recorded_batch(5))
+    return Unpadded(parts, recorded_batch(5))
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +220,8 @@ def test_the_same_layout_repeats_the_next_step_bit_for_bit(ranks, scenario, save
         assert_same_bits(mine.after, theirs.after)
     assert expected[0].draws != expected[1].draws
     assert any(bool(x.any()) for x in expected[0].pieces["actor.exp_avg"])
-    assert any(not torch.equal(a, b) for a, b in zip(expected[0].pieces["actor.weights"], expected[0].pieces["actor.ewma"]))
+    weights, average = (expected[0].pieces[f"actor.{kind}"] for kind in ("weights", "ewma"))
+    assert not all(torch.equal(a, b) for a, b in zip(weights, average, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -225,3 +238,149 @@ def test_another_layout_continues_within_rounding(ranks, scenario, saved, before
     for name, value in expected[0].metrics.items():
         if not name.endswith("micro_batches"):
             assert found[0].metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def test_tied_embeddings_are_one_tensor_in_every_layout(ranks, tmp_path: Path) -> None:
+    scenario = write_scenario(tmp_path, tie_word_embeddings=True)
+    stages = Layout("PP2", 2, dict(pipeline=2))
+    expected = ranks.run(train_save_go_on, 2, scenario, stages, tmp_path / "root")
+    found = ranks.run(resume, 1, scenario, ONE, tmp_path / "root", True)
+    assert largest_difference(found[0].states, expected[0].states) == 0
+    assert largest_difference(found[0].after_weights, expected[0].after_weights) < 1e-6
+
+
+def die(*_args, **_kwargs) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_second_save(scenario: Scenario, root: Path, called: str) -> None:
+    """The process is killed where the second save first calls this function."""
+    agents = start(scenario, ONE)
+    save_checkpoint(root, 1, agents, {"iteration": 1}, keep=5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(called, die)
+        save_checkpoint(root, 2, agents, {"iteration": 2}, keep=5)
+
+
+def resume_and_save(scenario: Scenario, root: Path, iteration: int) -> tuple:
+    """(newest directory, reasons for skipping, cursor, directories after another save)."""
+    agents = start(scenario, ONE)
+    found = newest_complete(root)
+    cursor = load_checkpoint(found.path, agents)
+    save_checkpoint(root, iteration, agents, {"iteration": iteration}, keep=5)
+    return found.path.name, [reason for _, reason in found.skipped], cursor, sorted(p.name for p in root.iterdir())
+
+
+@pytest.mark.parametrize("called", ["os.fsync", f"{checkpoint.__name__}._manifest"])
+def test_killed_while_saving_leaves_the_previous_one(ranks, scenario, tmp_path: Path, called: str) -> None:
+    with pytest.raises(RankFailure, match="process died"):
+        ranks.run(die_in_second_save, 1, scenario, tmp_path, called)
+    assert len(list(tmp_path.rglob("*.distcp"))) == 2
+    ((newest, reasons, cursor, names),) = ranks.run(resume_and_save, 1, scenario, tmp_path, 2)
+    assert newest == "iteration_00000001" and cursor == {"iteration": 1}
+    assert reasons == ["manifest.json is missing: a save or a removal did not finish"]
+    assert names == ["iteration_00000001", "iteration_00000002"]
+
+
+def test_killed_just_before_the_rename_loses_nothing(ranks, scenario, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="process died"):
+        ranks.run(die_in_second_save, 1, scenario, tmp_path, f"{checkpoint.__name__}._publish")
+    ((newest, reasons, cursor, names),) = ranks.run(resume_and_save, 1, scenario, tmp_path, 3)
+    assert (newest, reasons, cursor) == (".iteration_00000002.partial", [], {"iteration": 2})
+    assert names == ["iteration_00000001", "iteration_00000002", "iteration_00000003"]
+
+
+def message_of(work: Callable[[], object]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        work()
+    return str(caught.value)
+
+
+def full_disk_then_damage(scenario: Scenario, root: Path) -> tuple:
+    """(error of a save that rank 1 could not write, error without room, names after them, newest of a damaged root)."""
+    agents = start(scenario, EXPERT)
+    save = partial(save_checkpoint, root, agents=agents, keep=2)
+    save(1, cursor={"iteration": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    refused = message_of(lambda: save(2, cursor={}))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        crowded = message_of(lambda: save(2, cursor={}))
+    dist.barrier()
+    names = sorted(p.name for p in root.iterdir())
+    dist.barrier()
+    path = save(2, cursor={"iteration": 2})
+    if dist.get_rank() == 0:
+        flip_a_bit(next(path.rglob("__1_*.distcp")))
+    dist.barrier()
+    found = newest_complete(root)
+    return refused, crowded, names, found, load_checkpoint(found.path, agents)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def test_full_disk_and_damage_are_told_on_every_rank_and_the_previous_one_loads(
+    ranks, scenario, tmp_path: Path
+) -> None:
+    for refused, crowded, names, found, cursor in ranks.run(full_disk_then_damage, 2, scenario, tmp_path):
+        assert "could not be written" in refused
+        assert "no room for a checkpoint" in crowded and "0.000 GB free" in crowded
+        assert names == ["iteration_00000001"]
+        assert found.path == tmp_path / "iteration_00000001" and cursor == {"iteration": 1}
+        ((path, reason),) = found.skipped
+        assert path == tmp_path / "iteration_00000002" and "__1_0.distcp has checksum" in reason
+
+
+def save_once(scenario: Scenario, layout: Layout, root: Path) -> Path:
+    return save_checkpoint(root, 1, start(scenario, layout), {}, keep=1)
+
+
+def loading_error(scenario: Scenario, layout: Layout, path: Path) -> str:
+    agents = start(scenario, layout)
+    return message_of(lambda: load_checkpoint(path, agents))
+
+
+def load_only(scenario: Scenario, layout: Layout, path: Path) -> dict:
+    return load_checkpoint(path, start(scenario, layout))
+
+
+BARE = dict(anchor="recompute", kl_loss_coef=0.0)
+
+
+def test_a_state_that_is_missing_is_an_error(ranks, scenario, tmp_path: Path) -> None:
+    (path,) = ranks.run(save_once, 1, scenario, replace(ONE, algorithm=BARE), tmp_path)
+    (ewma,) = ranks.run(loading_error, 1, scenario, replace(ONE, algorithm=BARE | {"anchor": "ewma"}), path)
+    assert "no EWMA anchor" in ewma and "algorithm.anchor" in ewma and str(path) in ewma
+    # On two ranks each misses other tensors; all raise.
+    kl = replace(EXPERT, algorithm=BARE | {"kl_loss_coef": 0.1})
+    for reference in ranks.run(loading_error, 2, scenario, kl, path):
+        assert "state missing" in reference and "actor.reference." in reference
+
+
+def test_states_the_run_has_no_use_for_are_left_alone(ranks, scenario, saved) -> None:
+    path = newest_complete(saved(BOTH)[0]).path
+    assert ranks.run(load_only, 1, scenario, replace(ONE, algorithm=BARE), path) == [CURSOR]
+
+
+def other_model_error(scenario: Scenario, path: Path) -> str:
+    agents = start(scenario, ONE)
+    numbers = json.loads((path / "states" / "states.json").read_text())
+    numbers["critic"]["model"]["vocab_size"] = 62
+    (path / "states" / "states.json").write_text(json.dumps(numbers))
+    return message_of(lambda: load_states(path / "states", states_of(agents)))
+
+
+def test_another_model_is_refused(ranks, scenario, tmp_path: Path) -> None:
+    (path,) = ranks.run(save_once, 1, scenario, ONE, tmp_path)
+    (message,) = ranks.run(other_model_error, 1, scenario, path)
+    assert "another model" in message and "critic.vocab_size" in message and "found 62, expected 61" in message
+    (incomplete,) = ranks.run(loading_error, 1, scenario, ONE, tmp_path / "nowhere")
+    assert "manifest.json is missing" in incomplete

@@ -7,6 +7,7 @@ one micro-batch, float32: bounds in `compare.Bounds`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from tests.dist import experiment
 from tests.dist.compare import Bounds, branches, errors, violations
 from tests.dist.layouts import BASELINE, FAST, SLOW, SWITCHES
-from tests.dist.scenario import ALGORITHM, EMPTY_ROW, LENGTHS, OPTIMIZER, SECOND_STEP, Layout
+from tests.dist.scenario import ALGORITHM, EMPTY_ROW, LENGTHS, OPTIMIZER, SECOND_STEP, Layout, complete_routes
 
 LAYOUTS = [pytest.param(layout, id=layout.name) for layout in FAST] + [
     pytest.param(layout, id=layout.name, marks=pytest.mark.full) for layout in SLOW
@@ -25,10 +26,12 @@ OBJECTIVES = {
     "recompute": dict(anchor="recompute", sequence_is_cap=None, token_is_cap=1.1, kl_loss_coef=0.0, kl_reward_coef=0.1,
                       aggregation="prompt_mean"),
     "behaviour": dict(anchor="behaviour", sequence_is_normalise=True, aggregation="token_mean", kl_estimator="k1"),
-    "constant": dict(aggregation="constant", aggregation_constant=150.0, whiten=False, aux_loss_coef=0.0, value_clip=None),
+    "constant": dict(aggregation="constant", aggregation_constant=150.0, whiten=False, aux_loss_coef=0.0,
+                     value_clip=None),
 }  # fmt: skip
-BF16_BOUNDS = Bounds(logprob=0.15, scalar=0.03, gradient=0.25, norm=0.03, weight=1.0)
-"""bfloat16 keeps 8 bits; rounding depends on where a sum is cut. Weights move by at most about one learning rate."""
+BF16_BOUNDS = Bounds(logprob=0.15, scalar=0.03, gradient=0.3, floor=0.1, norm=0.05, weight=1.01 * 2**-7 / OPTIMIZER["lr"])
+"""bfloat16 keeps 8 bits, and rounding depends on where a sum is cut. A ratio may cross the edge of a clip, which changes
+the gradient of whole decisions: hence 0.3. Weights agree to one spacing of bfloat16 just above 1, 2⁻⁷."""
 
 
 def run(ranks, scenario, layout: Layout) -> experiment.Result:
@@ -93,10 +96,11 @@ def test_objective(ranks, scenario, keep_errors, name: str) -> None:
 
 
 def test_bfloat16_layout(ranks, scenario, keep_errors) -> None:
-    """Only the actor: its routes are replayed. A critic's own routes flip where rounding moves a router logit."""
+    """Only the actor, every row replayed: native routes flip where rounding moves a router logit."""
+    scenario = replace(scenario, batch=complete_routes(scenario.batch))
     plain = Layout("bf16", parallel=BASELINE.parallel, dtype="bfloat16")
     spread = Layout("bf16", 4, dict(tensor=2, pipeline=2, expert=2), 48, dtype="bfloat16")
     found, expected = (experiment.actor_only(run(ranks, scenario, layout)) for layout in (spread, plain))
-    worst = errors(found, expected, OPTIMIZER["lr"])
+    worst = errors(found, expected, OPTIMIZER["lr"], BF16_BOUNDS.floor)
     keep_errors("tp2·pp2·ep2 bf16", worst)
     assert violations(worst, BF16_BOUNDS) == {}

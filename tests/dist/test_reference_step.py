@@ -1,7 +1,7 @@
 """Real Megatron on one rank against the slow float64 reference: two optimizer steps of actor and critic.
 
-Load-balancing and z-loss are off here (the reference has neither; `test_routers` checks them). float32 against float64:
-four layers of rounding, so bounds are a few times those between layouts.
+Load-balancing and z-loss are off here (the reference has neither; `test_routers` checks them). Bounds are those between
+layouts: float32 against float64 is no further apart than two orders of summation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from tests.dist.scenario import ALGORITHM, OPTIMIZER, SECOND_STEP, TEMPERATURE, 
 from tests.reference import plain
 from tests.reference.decoder import Architecture, load
 
-BOUNDS = Bounds(logprob=2e-5, value=2e-5, scalar=5e-6, gradient=3e-5, norm=1e-5, weight=2e-3)
 OFF = dict(aux_loss_coef=0.0, z_loss_coef=0.0)
 VARIANTS = {"sequence weights and dual clip": {}, "decoupled": dict(sequence_is_cap=None)}
 
@@ -138,4 +137,4 @@ def test_two_steps(ranks, scenario, keep_errors, name: str) -> None:
     found.metrics = {}
     worst = errors(found, expected, OPTIMIZER["lr"])
     keep_errors(f"reference, {name}", worst)
-    assert violations(worst, BOUNDS) == {}
+    assert violations(worst, Bounds()) == {}

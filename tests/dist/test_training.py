@@ -75,7 +75,9 @@ def test_a_resumed_run_is_the_unbroken_run(ranks: RankPool, tiny: Path, tmp_path
     rest = ranks.run(train, 2, _config(tiny, tmp_path / "broken", parallel={"expert": 2}))[0]
     assert [row["iteration"] for row in rest] == [2]
     assert rest[0].keys() == whole[2].keys()
-    different = {k: (rest[0][k], whole[2][k]) for k in rest[0] if not np.array_equal(rest[0][k], whole[2][k], equal_nan=True)}
+    different = {
+        k: (rest[0][k], whole[2][k]) for k in rest[0] if not np.array_equal(rest[0][k], whole[2][k], equal_nan=True)
+    }
     assert different == {}
     assert (tmp_path / "whole/export/model.safetensors").read_bytes() == (
         tmp_path / "broken/export/model.safetensors"
@@ -123,7 +125,9 @@ def gate(config, tamper: str) -> str:
     loop, _ = _loop(config)
     if tamper == "temperature":
         loop.engine.temperature = 2.0
-    batch, _ = load_validated_as(config, record(config, loop.engine, loop.task, 0, loop.output / "rollouts"), loop, tamper)
+    batch, _ = load_validated_as(
+        config, record(config, loop.engine, loop.task, 0, loop.output / "rollouts"), loop, tamper
+    )
     if tamper == "shift":
         batch = dataclasses.replace(batch, logprobs=np.roll(batch.logprobs, 1) * batch.action_mask)
     if tamper == "routes":

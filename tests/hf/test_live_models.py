@@ -20,7 +20,8 @@ def write_model(path: Path, **changes) -> Path:
 
     shape = {
         "vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "intermediate_size": 80, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2,
+        "head_dim": 16, "intermediate_size": 80, "moe_intermediate_size": 24, "num_experts": 8,
+        "num_experts_per_tok": 2,
         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": 128,
         "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }  # fmt: skip

@@ -2,8 +2,10 @@
 
     python tools/bench/mismatch.py [--model HF_CHECKPOINT]
 
-Plays FrozenLake with the embedded engine in bfloat16, then scores its tokens with the float32 trainer twice. Prints mean k3,
-F(2) (share of tokens whose probability ratio exceeds 2) and the share of tokens whose native routes differ in some layer.
+Plays FrozenLake with the embedded engine in bfloat16, then scores its tokens with the float32 trainer twice. Prints
+mean k3,
+F(2) (share of tokens whose probability ratio exceeds 2) and the share of tokens whose native routes differ in some
+layer.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def _compare(path: Path, folder: Path, topology, episodes: int, temperature: flo
         table.add_row(name, f"{found['k3']:.3e}", f"{found['extreme2']:.3e}", f"{found['largest']:.3f}")
     Console().print(table)
     print(
-        f"{len(recorded)} decisions of {episodes} episodes; tokens whose native routes differ: {differing(agents, batch):.2%}"
+        f"{len(recorded)} decisions of {episodes} episodes; "
+        f"tokens whose native routes differ: {differing(agents, batch):.2%}"
     )
     print(f"replay cuts the mean k3 by a factor of {k3[False] / k3[True]:.1f}")
     return int(k3[True] >= k3[False])

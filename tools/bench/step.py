@@ -5,8 +5,8 @@
 
 In one run, alternating, so that whatever else the machine does hits both:
 
-* update / bare: our step (cut micro-batches, routes, replayed forward, loss, backward) over Megatron's own GPTModel with
-  its output layer and cross-entropy on the same tokens. Optimizer step in neither.
+* update / bare: our step (cut micro-batches, routes, replayed forward, loss, backward) over Megatron's own GPTModel
+  with its output layer and cross-entropy on the same tokens. Optimizer step in neither.
 * replay on / off.
 * packed / padded tokens per second.
 * EWMA: the same step with an EWMA anchor, whose log-probs cost one more forward, over the step without.
