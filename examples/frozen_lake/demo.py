@@ -4,7 +4,7 @@
     python examples/frozen_lake/demo.py --help
 
 Stages: a random Qwen3-MoE checkpoint is written; supervised training on *random valid play* teaches how an action is
-spelled, not which is good (cold start); PPO does the rest on maps drawn afresh; success is measured by greedy play
+spelled and what the environment answers, not which action is good (cold start); PPO does the rest on maps drawn afresh; success is measured by greedy play
 on 256
 maps that training never sees. Controls: the cold start alone, PPO with learning rate 0, and the trained policy with its
 observations blanked. The policy is then exported to HF format and measured again from the export.
@@ -108,10 +108,12 @@ def _cold_start(config, topology, task, output: Path, demonstrations: int, epoch
     plays = random_play(task.make_env, specs, max_turns=config.rollout.max_turns, context_limit=512, seed=config.seed)
     losses: list[float] = []
     minibatches = max(1, demonstrations // 32)
-    learn_demonstrations(agents, plays, epochs=epochs, minibatches=minibatches, on_step=losses.append)
+    learn_demonstrations(
+        agents, plays, epochs=epochs, minibatches=minibatches, observations=True, on_step=losses.append
+    )
     if topology.rank == 0:
         steps = f"{len(losses)} steps on {demonstrations} random plays"
-        print(f"cold start: {steps}, loss {losses[0]:.2f} → {losses[-1]:.2f} nats per action token", flush=True)
+        print(f"cold start: {steps}, loss {losses[0]:.2f} → {losses[-1]:.2f} nats per token", flush=True)
     return write_hf(agents.actor.model, output / "cold-start", output / "tiny")
 
 

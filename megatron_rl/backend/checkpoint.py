@@ -3,11 +3,10 @@
 Stored are whole float32 tensors in the shape of the model's parameters, whatever the layout and the computation dtype:
 main weights, both Adam moments, the EWMA anchor θ̄ and π_ref, under `<agent>.<state>.<Megatron's key of the parameter>`.
 Megatron's `sharded_state_dict` of the model says which part of a global tensor a rank's parameter is. Main copies,
-which
-the distributed optimizer cuts flat over data ranks, are put together on one data rank each, so that every data rank
-writes about its share. Loading goes the same way back: that rank reads, the others get their pieces from it. Hence no
-file depends on the layout or on whether the optimizer was distributed. The optimizer's own `sharded_state_dict` knows
-three states only, and its keys and its gathering differ between optimizer classes.
+which the distributed optimizer cuts flat over data ranks, are put together on one data rank each, so that every data
+rank writes about its share. Loading goes the same way back: that rank reads, the others get their pieces from it. Hence
+no file depends on the layout or on whether the optimizer was distributed. The optimizer's own `sharded_state_dict`
+knows three states only, and its keys and its gathering differ between optimizer classes.
 
 Model parameters are not stored beside their main weights: in float32 they are the same, in bfloat16 the rounded ones.
 
@@ -375,8 +374,7 @@ def on_first_rank(file: str | Path, work: Callable[[], Any]) -> None:
 
 
 def _guarded(work: Callable[[], T], directory: Path, what: str) -> T:
-    """Run a collective of Megatron's, which tells all ranks of one that failed, and name the checkpoint in the
-    error."""
+    """Run a collective of Megatron's, which tells all ranks of one that failed, and name the file in the error."""
     try:
         return work()
     except (CheckpointException, CheckpointingException, OSError, KeyError, RuntimeError) as failure:

@@ -117,7 +117,8 @@ def install() -> None:
     """Prepare this process for Megatron. Call once, before building any Megatron module."""
     if _state["installed"]:
         return
-    warnings.filterwarnings("ignore", module="megatron|torch", category=UserWarning)
+    for category in (UserWarning, FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", module="megatron|torch", category=category)
     if not on_gpu():
         _answer_cuda_questions()
     _define_missing_gemm()

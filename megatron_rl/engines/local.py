@@ -29,6 +29,9 @@ from megatron_rl.errors import CheckpointError, ConfigError, RolloutError
 from megatron_rl.rollouts.routes import route_dtype
 from megatron_rl.rollouts.schema import ModelFingerprint, RolloutHeader, SamplingTruth
 
+# A bar for every load of new weights would drown the run's own progress.
+transformers.utils.logging.disable_progress_bar()
+
 # transformers renamed this argument of every decoder between 5.x releases; the meaning stayed.
 _CACHE = "cache" if "cache" in inspect.signature(Qwen3MoeForCausalLM.forward).parameters else "past_key_values"
 

@@ -1,4 +1,8 @@
-"""Supervised cold start on demonstrations: −log π on action tokens. It teaches the format of actions."""
+"""Supervised cold start on demonstrations: −log π of action tokens, or of every token.
+
+On random play neither says which action is good. Action tokens teach how an action is spelled; all tokens also teach what
+the environment answers, which the policy can build on.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,7 @@ def learn_demonstrations(
     *,
     epochs: int,
     minibatches: int,
+    observations: bool = False,
     on_step: Callable[[float], None] = lambda loss: None,
 ) -> None:
     """Train the actor on demonstrations; the critic is left alone.
@@ -30,11 +35,15 @@ def learn_demonstrations(
     Args:
         demonstrations: the same on every rank.
         epochs, minibatches: passes, and optimizer steps in each.
+        observations: learn to predict observation tokens too.
         on_step: called with the loss of each step, nats per action token.
     """
     offsets = np.concatenate([[0], np.cumsum([len(d.tokens) for d in demonstrations])])
     tokens = np.concatenate([d.tokens for d in demonstrations])
     mask = np.concatenate([d.action_mask for d in demonstrations])
+    if observations:
+        mask = np.ones(len(tokens), bool)
+        mask[offsets[:-1]] = False
     stream, device = actor_stream(tokens, offsets, mask), platform.device()
     decisions = torch.as_tensor(decision_offsets(mask, offsets), device=device)
     prompts = torch.arange(len(demonstrations), device=device)

@@ -20,7 +20,7 @@ from tests.dist.scenario import Layout
 LAYOUTS = (
     Layout("1 rank", 1, BASELINE.parallel, dtype="bfloat16"),
     Layout("dp2 distributed optimizer", 2, dtype="bfloat16"),
-    Layout("tp2·pp2·ep2", 4, dict(tensor=2, pipeline=2, expert=2), dtype="bfloat16"),
+    Layout("tp2-pp2-ep2", 4, dict(tensor=2, pipeline=2, expert=2), dtype="bfloat16"),
     Layout("dp2 float32", 2),
 )
 

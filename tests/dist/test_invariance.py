@@ -102,5 +102,5 @@ def test_bfloat16_layout(ranks, scenario, keep_errors) -> None:
     spread = Layout("bf16", 4, dict(tensor=2, pipeline=2, expert=2), 48, dtype="bfloat16")
     found, expected = (experiment.actor_only(run(ranks, scenario, layout)) for layout in (spread, plain))
     worst = errors(found, expected, OPTIMIZER["lr"], BF16_BOUNDS.floor)
-    keep_errors("tp2·pp2·ep2 bf16", worst)
+    keep_errors("tp2-pp2-ep2 bf16", worst)
     assert violations(worst, BF16_BOUNDS) == {}

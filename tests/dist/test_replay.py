@@ -15,15 +15,15 @@ from tests.dist.scenario import EMPTY_ROW, LENGTHS, MISSING_ROW, SHAPE, Layout
 
 FAST = (
     Layout("recompute", 1, dict(recompute="full"), budget=40),
-    Layout("tp2·pp2·ep2", 4, dict(tensor=2, pipeline=2, expert=2, recompute="full"), budget=40),
-    Layout("cp2·ep2 selective", 2, dict(context=2, expert=2, recompute="selective")),
-    Layout("pp2·vpp2", 2, dict(pipeline=2, virtual_pipeline=2, recompute="full"), budget=40),
+    Layout("tp2-pp2-ep2", 4, dict(tensor=2, pipeline=2, expert=2, recompute="full"), budget=40),
+    Layout("cp2-ep2 selective", 2, dict(context=2, expert=2, recompute="selective")),
+    Layout("pp2-vpp2", 2, dict(pipeline=2, virtual_pipeline=2, recompute="full"), budget=40),
 )
 SLOW = (
     Layout("dp2", 2, budget=40),
     Layout("ep4", 4, dict(expert=4, recompute="full")),
-    Layout("tp2·etp2", 2, dict(tensor=2, expert_tensor=2)),
-    Layout("tp2·cp2", 4, dict(tensor=2, context=2, recompute="full"), budget=40),
+    Layout("tp2-etp2", 2, dict(tensor=2, expert_tensor=2)),
+    Layout("tp2-cp2", 4, dict(tensor=2, context=2, recompute="full"), budget=40),
     Layout("pp4", 4, dict(pipeline=4), budget=26),
     Layout("padded", 1, packed=False, budget=48),
 )
