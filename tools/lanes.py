@@ -51,11 +51,10 @@ DEMO_SMOKE = (
 LANES = (
     Lane("setup", 5, (("make", "--no-print-directory", "setup"),)),
     Lane("lint", 1, ((PYTHON, "-m", "ruff", "check", "."), (PYTHON, "-m", "ruff", "format", "--check", "."))),
-    Lane("unit", 3, folders=("tests/unit",)),
-    Lane("dist", 8, folders=("tests/dist", "tests/checkpoint")),
+    Lane("unit", 3, folders=("tests/unit", "tests/engines", "tests/gpu")),
+    Lane("dist", 8, folders=("tests/dist",)),
     Lane("hf", 4, folders=("tests/hf",)),
     Lane("demo", 3, ((PYTHON, "examples/frozen_lake/demo.py", *DEMO_SMOKE),)),
-    Lane("engines", 4, folders=("tests/engines",)),
     Lane("slurm", 4, folders=("tests/slurm",)),
     Lane("gpu", 5, folders=("tests/gpu",)),
     Lane("full", 60, folders=("tests",), select=""),

@@ -68,8 +68,8 @@ FAULTS = (
     Fault(
         "route shift: row of the token before",
         "backend/micro_batch.py",
-        "routes.source(row, index, rows[here])",
-        "routes.source(row, index, np.maximum(rows[here] - 1, 0))",
+        "routes.source(row, indices, rows[here])",
+        "routes.source(row, indices, np.maximum(rows[here] - 1, 0))",
         "tests/dist/test_replay.py::test_replayed_equals_native[recompute]",
     ),
     Fault(

@@ -4,6 +4,7 @@ wrapping."""
 from __future__ import annotations
 
 import contextlib
+import weakref
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +40,23 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
             hidden_size, eps=eps, dtype=config.params_dtype, device=platform.device_of_new_parameters(config)
         )
         self.weight.sequence_parallel = config.sequence_parallel
+
+
+class ReleasableDataParallel(DistributedDataParallel):
+    """Megatron's data-parallel wrapper, whose hooks do not keep it alive.
+
+    Megatron hangs a function that holds the wrapper on each parameter's gradient accumulator, which the wrapper holds.
+    Once backward has run, Python's collector cannot see through that cycle: a model that went out of use would keep its
+    memory and, through its process groups, their threads.
+    """
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter):
+        wrapper, parameter = weakref.ref(self), weakref.ref(param)
+
+        def hook(*unused):
+            return DistributedDataParallel._make_backward_post_hook(wrapper(), parameter())(*unused)
+
+        return hook
 
 
 @dataclass
@@ -291,5 +309,5 @@ def build_model(
         use_distributed_optimizer=topology.config.distributed_optimizer,
         average_in_collective=False,
     )
-    chunks = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(wrapped)]
+    chunks = [ReleasableDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(wrapped)]
     return Model(role, hf, config, topology, chunks, bare, registry)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import gymnasium
 import numpy as np
@@ -198,12 +198,14 @@ def lake_vocabulary() -> Vocabulary:
 
 
 class FrozenLakeText(GymTextEnvironment):
-    """FrozenLake: the agent reads where the goal lies and what its four neighbour cells are, never the whole map.
+    """FrozenLake: the agent reads where the goal lies and what is around it, never the whole map.
 
     Args:
         desc: rows of S (start; one is drawn if there are several), F, H and one G (goal), at most 10 x 10.
         vocabulary: `lake_vocabulary()` or one that holds its words.
         slippery: whether the ice deflects moves.
+        view: what is around: `cells` names the four neighbour cells, `moves` lists the moves that neither drown nor bump
+            (and random valid play chooses among those).
         reward_schedule: rewards of reaching the goal, a hole, and any other cell.
         invalid_reward: see `GymTextEnvironment`.
     """
@@ -214,6 +216,7 @@ class FrozenLakeText(GymTextEnvironment):
         vocabulary: Vocabulary,
         *,
         slippery: bool = False,
+        view: Literal["cells", "moves"] = "cells",
         reward_schedule: tuple[float, float, float] = (1.0, 0.0, 0.0),
         invalid_reward: float = 0.0,
     ) -> None:
@@ -224,10 +227,10 @@ class FrozenLakeText(GymTextEnvironment):
         env = FrozenLakeEnv(desc=list(desc), is_slippery=slippery, reward_schedule=reward_schedule)
         super().__init__(env, vocabulary, MOVES, invalid_reward=invalid_reward)
         self.desc = tuple(desc)
-        self._goal = _find(self.desc, "G")
+        self._goal, self._view = _find(self.desc, "G"), view
 
     def describe(self, observation: int) -> list[str]:
-        """`goal <down|up> d <right|left> d`, then each direction with its cell: ice, hole, goal or wall."""
+        """`goal <down|up> d <right|left> d`, then each direction with its cell, or the open moves."""
         row, column = divmod(int(observation), len(self.desc[0]))
         down, right = self._goal[0] - row, self._goal[1] - column
         words = [
@@ -237,9 +240,21 @@ class FrozenLakeText(GymTextEnvironment):
             "right" if right >= 0 else "left",
             str(abs(right)),
         ]
+        if self._view == "moves":
+            return words + self._open_moves(row, column)
         for name, (step_row, step_column) in STEPS.items():
             words += [name, self._cell(row + step_row, column + step_column)]
         return words
+
+    def valid_actions(self) -> list[list[int]]:
+        """Every action, or the open moves where only they are shown (all, where there is none)."""
+        if self._view == "cells":
+            return super().valid_actions()
+        moves = self._open_moves(*divmod(int(self._observation), len(self.desc[0])))
+        return [self.vocabulary.encode([move, END]) for move in moves] or super().valid_actions()
+
+    def _open_moves(self, row: int, column: int) -> list[str]:
+        return [name for name, (r, c) in STEPS.items() if self._cell(row + r, column + c) in ("ice", "goal")]
 
     def solved(self, observation: int, reward: float) -> bool:
         """Whether the agent stands on the goal."""

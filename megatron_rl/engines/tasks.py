@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -47,6 +47,7 @@ class FrozenLakeTask:
         size: cells of a side.
         hole_probability: chance of each other cell to be a hole.
         distances: least and greatest moves of the shortest safe path.
+        view: see `FrozenLakeText`.
         step_reward: reward of a move that ends nothing.
         hole_reward: reward of falling in.
         invalid_reward: reward of a turn whose action could not be read.
@@ -62,6 +63,7 @@ class FrozenLakeTask:
         size: int = 4,
         hole_probability: float = 0.2,
         distances: tuple[int, int] = (1, 6),
+        view: Literal["cells", "moves"] = "cells",
         step_reward: float = 0.0,
         hole_reward: float = 0.0,
         invalid_reward: float = 0.0,
@@ -72,7 +74,7 @@ class FrozenLakeTask:
     ) -> None:
         self.vocabulary = lake_vocabulary()
         self._draw = {"size": size, "hole_probability": hole_probability, "distances": tuple(distances)}
-        self._rewards = (1.0, hole_reward, step_reward)
+        self._view, self._rewards = view, (1.0, hole_reward, step_reward)
         self._invalid, self._per_map, self._blank, self._seed = invalid_reward, maps_per_prompt, blank, seed
         rng = np.random.default_rng([seed, 1])
         self._held_out: list[tuple[str, ...]] = []
@@ -85,7 +87,11 @@ class FrozenLakeTask:
     def make_env(self, spec: EpisodeSpec) -> TextEnvironment:
         """A lake of the spec's map."""
         lake = FrozenLakeText(
-            spec.options["map"], self.vocabulary, reward_schedule=self._rewards, invalid_reward=self._invalid
+            spec.options["map"],
+            self.vocabulary,
+            view=self._view,
+            reward_schedule=self._rewards,
+            invalid_reward=self._invalid,
         )
         return BlankedEnvironment(lake) if self._blank else lake
 

@@ -18,6 +18,7 @@ from megatron_rl.batching import split_minibatches
 from megatron_rl.config import RunConfig
 from megatron_rl.engines.local import LocalEngine
 from megatron_rl.engines.tasks import Task
+from megatron_rl.errors import CheckpointError
 from megatron_rl.rollouts.schema import ModelFingerprint
 from megatron_rl.training import checkpoint
 from megatron_rl.training.agents import Agents, build_agents
@@ -113,6 +114,16 @@ class Loop:
     def _resume(self) -> int:
         found = checkpoint.newest_complete(self.output / "checkpoints")
         if found.path is None:
+            damaged = [(path, reason) for path, reason in found.skipped if not path.name.startswith(".")]
+            if damaged:
+                path, reason = damaged[0]
+                raise CheckpointError(
+                    "no complete checkpoint is left to continue from",
+                    file=path,
+                    found=reason,
+                    expected="a whole checkpoint",
+                    setting="checkpoint.resume=false, or another output directory, to start afresh",
+                )
             return 0
         return checkpoint.load_checkpoint(found.path, self.agents)["iteration"]
 

@@ -104,16 +104,17 @@ class PolicyTerms:
         terms = {"policy": weighted_sum(policy.loss, weights, omega)}
         if self.algorithm.entropy_coef:
             terms["bonus"] = -self.algorithm.entropy_coef * weighted_sum(entropy, weights)
-        kl = torch.zeros_like(terms["policy"])
+        divergence = torch.zeros_like(logprobs)
         if self.algorithm.kl_loss_coef:
             drift = logprobs - self.behaviour[slots]
-            kl = weighted_sum(kl_loss(logprobs, self.reference[slots], self.algorithm.kl_estimator, drift), weights)
-            terms["kl"] = self.algorithm.kl_loss_coef * kl
+            divergence = kl_loss(logprobs, self.reference[slots], self.algorithm.kl_estimator, drift)
+            terms["kl"] = self.algorithm.kl_loss_coef * weighted_sum(divergence, weights)
         loss = torch.stack(list(terms.values())).sum()
         with torch.no_grad():
-            size = weighted_sum(policy.loss.abs(), weights, omega) + self.algorithm.kl_loss_coef * kl.abs()
+            size = weighted_sum(policy.loss.abs(), weights, omega)
+            size += weighted_sum(self.algorithm.kl_loss_coef * divergence.abs(), weights)
             shifted = (logprobs - self.anchor[slots]).clamp(-20, 20).exp()
-            sums = [loss, terms["policy"], weighted_sum(entropy, weights), kl]
+            sums = [loss, terms["policy"], weighted_sum(entropy, weights), weighted_sum(divergence, weights)]
             sums += [weighted_sum(x.float(), weights) for x in (policy.clipped_low, policy.clipped_high, shifted)]
         return loss, torch.stack([x.detach().double() for x in (*sums, size)])
 

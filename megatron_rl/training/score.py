@@ -20,6 +20,7 @@ from megatron_rl.batching import (
     plan_micro_batches,
 )
 from megatron_rl.config import RunConfig
+from megatron_rl.errors import RolloutError
 from megatron_rl.objectives.advantages import gae, whiten
 from megatron_rl.objectives.diagnostics import mismatch, pearson
 from megatron_rl.objectives.numerics import moments
@@ -143,8 +144,12 @@ def score_batch(agents: Agents, batch: RolloutBatch) -> ScoredBatch:
     mask = np.asarray(batch.action_mask)
     behaviour = tensor(np.asarray(batch.logprobs)[mask], torch.float32)
     values, bootstrap, load = _values(agents, critic, batch, rows, len(behaviour))
+    _check_finite(batch, offsets, values, "critic values")
     anchor = policy_logprobs(agents, actor, batch, rows) if algorithm.anchor == "recompute" else None
     reference = _reference(agents, actor, batch, rows)
+    for name, logprobs in (("anchor log-probs", anchor), ("reference log-probs", reference)):
+        if logprobs is not None:
+            _check_finite(batch, offsets, logprobs, name)
     rewards = _rewards(batch, offsets, device)
     if algorithm.kl_reward_coef:
         rewards = shape_with_kl(rewards, behaviour, reference, algorithm.kl_reward_coef)
@@ -175,6 +180,23 @@ def score_batch(agents: Agents, batch: RolloutBatch) -> ScoredBatch:
         batch, actor, critic, rows, offsets, behaviour, tensor(np.asarray(batch.version)[mask], torch.int64), anchor,
         reference, values, advantages.float(), returns.float(), load, metrics,
     )  # fmt: skip
+
+
+def _check_finite(batch: RolloutBatch, offsets: torch.Tensor, scores: torch.Tensor, what: str) -> None:
+    """Stop before a NaN or infinity of a model reaches an advantage; names the first trajectory it was read from."""
+    bad = (~scores.isfinite()).nonzero()
+    if len(bad):
+        row = int(torch.searchsorted(offsets, bad[0], right=True)) - 1
+        file, line = batch.sources[row]
+        raise RolloutError(
+            f"{what} of a trajectory are not finite",
+            file=file,
+            row=line,
+            field=what,
+            found=float(scores[bad[0, 0]]),
+            expected="finite numbers",
+            setting="model.path or critic_optimizer.lr: the model that scored it has diverged or was not loaded",
+        )
 
 
 def decisions_of(offsets: torch.Tensor, rows: np.ndarray) -> torch.Tensor:

@@ -56,8 +56,10 @@ def violations(worst: Mapping[str, float], bounds: Bounds) -> dict[str, tuple[fl
 def _all_errors(found: Result, expected: Result, lr: float, floor: float) -> Iterator[tuple[str, float]]:
     for name, values in expected.scored.items():
         yield "value", _largest(found.scored[name] - values)
-    for name, error in _scalar_errors(found.metrics, expected.metrics, {}):
-        yield "scalar", error if name else math.nan
+    logprobs = expected.steps[0].readings["theta"].abs().mean()
+    scales = {name: float(logprobs) for name in expected.metrics if name.startswith("mismatch/")}
+    for _, error in _scalar_errors(found.metrics, expected.metrics, scales):
+        yield "scalar", error
     for ours, theirs in zip(found.steps, expected.steps, strict=True):
         yield from _step_errors(ours, theirs, lr, floor)
 
@@ -87,9 +89,10 @@ def gradient_errors(found: Weights, expected: Weights, floor: float = Bounds.flo
 
 
 def _scales(step: StepResult) -> dict[str, float]:
-    """Metric → size of the terms it is summed from: Σ|w·term| of its model's step, or mean |log π| for mismatches."""
+    """Metric → size of the terms it is summed from: Σ|w·term| of its model's step, or mean |log π| where it is a
+    function of log-ratios (mismatch, effective sample sizes)."""
     sizes = {name.split("/")[0]: size for name, size in step.metrics.items() if name.endswith("/magnitude")}
-    sizes["mismatch"] = float(step.readings["theta"].abs().mean())
+    sizes["mismatch"] = sizes["is"] = float(step.readings["theta"].abs().mean())
     return {name: sizes.get(name.split("/")[0], 0.0) for name in step.metrics}
 
 

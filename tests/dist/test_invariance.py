@@ -29,9 +29,11 @@ OBJECTIVES = {
     "constant": dict(aggregation="constant", aggregation_constant=150.0, whiten=False, aux_loss_coef=0.0,
                      value_clip=None),
 }  # fmt: skip
-BF16_BOUNDS = Bounds(logprob=0.15, scalar=0.03, gradient=0.3, floor=0.1, norm=0.05, weight=1.01 * 2**-7 / OPTIMIZER["lr"])
-"""bfloat16 keeps 8 bits, and rounding depends on where a sum is cut. A ratio may cross the edge of a clip, which changes
-the gradient of whole decisions: hence 0.3. Weights agree to one spacing of bfloat16 just above 1, 2⁻⁷."""
+BF16_SPACING = 2**-7 / OPTIMIZER["lr"]
+"""Of bfloat16 just above 1, where norm weights are, in learning rates."""
+BF16_BOUNDS = Bounds(logprob=0.15, scalar=0.03, gradient=0.3, floor=0.1, norm=0.05, weight=1.01 * BF16_SPACING)
+"""bfloat16 keeps 8 bits, and rounding depends on where a sum is cut. A ratio may cross the edge of a clip, which
+changes the gradient of whole decisions: hence 0.3."""
 
 
 def run(ranks, scenario, layout: Layout) -> experiment.Result:

@@ -29,8 +29,9 @@ SLOW = (
 )
 LAYOUTS = [pytest.param(layout, id=layout.name) for layout in FAST]
 LAYOUTS += [pytest.param(layout, id=layout.name, marks=pytest.mark.full) for layout in SLOW]
-TOLERANCE = 1e-6
-"""Replayed and native are the same arithmetic on one layout: a gate is gathered at the ids that top-k would return."""
+TOLERANCE = 5e-6
+"""Gates are the same bits: they are gathered at the ids that top-k would return. But padding goes to other experts,
+whose matrix products then have other shapes and other rounding."""
 
 
 @pytest.fixture(scope="module")
