@@ -4,8 +4,8 @@
     python examples/frozen_lake/demo.py --help
 
 Stages: a random Qwen3-MoE checkpoint is written; supervised training on *random valid play* teaches how an action is
-spelled and what the environment answers, not which action is good (cold start); PPO does the rest on maps drawn afresh; success is measured by greedy play
-on 256
+spelled and what the environment answers, not which action is good (cold start); PPO does the rest on maps drawn
+afresh; success is measured by greedy play on 256
 maps that training never sees. Controls: the cold start alone, PPO with learning rate 0, and the trained policy with its
 observations blanked. The policy is then exported to HF format and measured again from the export.
 """
@@ -30,8 +30,8 @@ def main(
     iterations: int = typer.Option(None, help="PPO iterations; default: those of ppo.yaml."),
     episodes: int = typer.Option(None, help="Episodes per iteration; default: those of ppo.yaml."),
     evaluation: int = typer.Option(256, help="Held-out maps played greedily at each evaluation."),
-    demonstrations: int = typer.Option(512, help="Random plays of the cold start."),
-    cold_epochs: int = typer.Option(8, help="Passes over them."),
+    demonstrations: int = typer.Option(1024, help="Random plays of the cold start."),
+    cold_epochs: int = typer.Option(3, help="Passes over them."),
     seed: int = typer.Option(0, help="Seed of model, maps and sampling."),
     override: list[str] = typer.Option([], "--set", help="Dotted settings over ppo.yaml."),
 ) -> None:
@@ -83,7 +83,7 @@ def _run(output: Path, settings: list[str], demonstrations: int, cold_epochs: in
         Loop(trained, topology, task, watch).run()
         watch.finished()
         still = _with(config, cold, output / "control-lr0", iterations=2)
-        still = still.model_copy(update={"optimizer": still.optimizer.model_copy(update={"lr": 0.0})})
+        still = still.model_copy(update={"optimizer": still.optimizer.model_copy(update={"lr": 0.0, "min_lr": 0.0})})
         Loop(still, topology, task, TerminalWatch(output / "control-lr0", silent=True)).run()
         results = _measure(config, task, output, cold)
         if first:

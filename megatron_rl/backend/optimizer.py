@@ -36,9 +36,14 @@ class Optimizer:
         return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
 
     def learning_rate(self) -> float:
-        """Rate of the next step: linear warm-up, then constant."""
-        warmup = self.config.warmup_steps
-        return self.config.lr * min(1.0, (self.steps + 1) / warmup) if warmup else self.config.lr
+        """Rate of the next step: linear warm-up, then constant or a linear fall to `min_lr`."""
+        config, step = self.config, self.steps + 1
+        if step <= config.warmup_steps:
+            return config.lr * step / config.warmup_steps
+        if not config.decay_steps:
+            return config.lr
+        fallen = min(1.0, (step - config.warmup_steps) / config.decay_steps)
+        return config.lr + fallen * (config.min_lr - config.lr)
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float]:

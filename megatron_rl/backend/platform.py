@@ -10,7 +10,8 @@ The patches, each with its reason and when it can go:
 * `torch` as `megatron.core` sees it: `device="cuda"` literals in schedules and gradient clipping. Only the modules of
   Megatron see the proxy, and unlike a `TorchFunctionMode` it also reaches recompute on autograd's threads. Until the
   same.
-* `Tensor.type()` as `megatron.core.optimizer` sees it: optimizers sort parameters by `torch.cuda.FloatTensor`. The same.
+* `Tensor.type()` as `megatron.core.optimizer` sees it: optimizers sort parameters by `torch.cuda.FloatTensor`. The
+  same.
 * `te_general_gemm`: 0.16.1 uses the name without defining it where Transformer Engine is absent. Until 0.17.
 * `maybe_move_tensor_to_cpu`: split sizes stay tensors unless they were on CUDA, and gloo's all-to-all wants integers.
   Until Megatron has a CPU path.

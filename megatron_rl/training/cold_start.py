@@ -1,7 +1,7 @@
 """Supervised cold start on demonstrations: −log π of action tokens, or of every token.
 
-On random play neither says which action is good. Action tokens teach how an action is spelled; all tokens also teach what
-the environment answers, which the policy can build on.
+On random play neither says which action is good. Action tokens teach how an action is spelled; all tokens also teach
+what the environment answers, which the policy can build on.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.training.agents import Agents
 from megatron_rl.training.score import decisions_of, mismatch_metrics, policy_logprobs, streams, trainable_rows
 
+TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
+"""Tried in turn when log-probs do not fit; 1 also stands for log-probs of raw logits."""
+
 
 def check_first_step(agents: Agents, batch: RolloutBatch) -> dict[str, float]:
     """Run the gate on a validated batch whose every token was sampled by the present weights.
@@ -51,13 +54,16 @@ def check_first_step(agents: Agents, batch: RolloutBatch) -> dict[str, float]:
 
 def diagnose(agents: Agents, batch: RolloutBatch, k3: float) -> str:
     """The assumption whose change brings log-probs closest to the recorded ones, in words."""
-    temperature = agents.config.rollout.temperature
+    configured = agents.config.rollout.temperature
     trials = {
-        f"temperature (recorded log-probs fit {1 / temperature:g} better than {temperature:g})": {
-            "temperature": 1 / temperature
-        },
-        "log-probs of raw logits (they fit temperature 1)": {"temperature": 1.0},
-        "recorded routes do not belong to these tokens or this model (native routing fits better)": {"replay": False},
+        f"temperature (the recorded log-probs fit one of about {t:g}, the trainer divides logits by {configured:g})": {
+            "temperature": t
+        }
+        for t in TEMPERATURES
+        if t != configured
+    }
+    trials["recorded routes do not belong to these tokens or this model (native routing fits better)"] = {
+        "replay": False
     }
     results = {cause: _k3(agents, batch, **change) for cause, change in trials.items()}
     best = min(results, key=results.get)

@@ -26,7 +26,7 @@ LENGTHS = (13, 7, 21, 5, 9, 11, 16, 6)
 """Raw tokens of each trajectory."""
 EMPTY_ROW, TRUNCATED_ROW, MISSING_ROW = 3, 1, 4
 """Trajectories without a decision, with a boundary, and with a route row that was not recorded."""
-SECOND_STEP = (0, 4, 5)
+SECOND_STEP = (1, 4, 7)
 """Trajectories of the second optimizer step: fewer than four data ranks."""
 TEMPERATURE = 0.8
 
