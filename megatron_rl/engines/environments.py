@@ -205,8 +205,7 @@ class FrozenLakeText(GymTextEnvironment):
         vocabulary: `lake_vocabulary()` or one that holds its words.
         slippery: whether the ice deflects moves.
         view: what is around: `cells` names the four neighbour cells, `moves` lists the moves that neither drown nor
-        bump
-            (and random valid play chooses among those).
+            bump (and random valid play chooses among those).
         reward_schedule: rewards of reaching the goal, a hole, and any other cell.
         invalid_reward: see `GymTextEnvironment`.
     """

@@ -126,8 +126,7 @@ def draw_weights(shape: TinyShape, head: str, seed: int) -> dict[str, torch.Tens
     """Float32 weights large enough that logits, gates and values spread."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: (1.0 if len(size) == 1 else 0.0)
-        + (0.1 if len(size) == 1 else 0.16) * torch.randn(size, generator=generator)
+        name: (1.0 if len(size) == 1 else 0.0) + 0.1 * torch.randn(size, generator=generator)
         for name, size in weight_shapes(shape, head).items()
     }
 
@@ -157,7 +156,7 @@ def write_checkpoints(folder: Path, seed: int, shape: TinyShape = SHAPE, **setti
         "anchor": anchor,
         "actor": perturbed(anchor, 0.012, seed + 3),
         "old_critic": critic,
-        "critic": perturbed(critic, 0.01, seed + 4),
+        "critic": perturbed(critic, 0.012, seed + 4),
     }
     return {name: write_checkpoint(folder / name, shape, weights, **settings) for name, weights in parts.items()}
 
