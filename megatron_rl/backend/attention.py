@@ -72,7 +72,8 @@ def attention_plan(cu_seqlens: np.ndarray, cp: int, rank: int, device: torch.dev
     where_key = np.empty_like(gathered)
     where_key[gathered] = np.arange(len(gathered))
     local = gathered[rank * (len(gathered) // cp) : (rank + 1) * (len(gathered) // cp)]
-    where_query = {int(position): row for row, position in enumerate(local)}
+    where_query = np.zeros_like(gathered)
+    where_query[local] = np.arange(len(local))
     blocks = []
     for start, stop in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
         chunk = (int(stop) - int(start)) // (2 * cp) if cp > 1 else int(stop) - int(start)
@@ -103,7 +104,7 @@ def _bucket(group, where_query, where_key, plain: bool, device) -> AttentionBuck
     real = np.zeros((len(group), most_q), bool)
     for i, (start, first, stop) in enumerate(group):
         q, k = stop - first, stop - start
-        queries[i, :q] = [where_query[p] for p in range(first, stop)]
+        queries[i, :q] = where_query[first:stop]
         keys[i, :k] = where_key[start:stop]
         mask[i, 0, :q, :k] = np.arange(k)[None] <= np.arange(first - start, stop - start)[:, None]
         mask[i, 0, q:, 0] = True

@@ -103,9 +103,10 @@ def draw_curve(history: list[dict[str, float]], target: Path, *, controls: dict[
         points = [(row["iteration"] + 1, row[name]) for row in history if name in row]
         if points:
             axes.plot(*zip(*points, strict=True), label=SHOWN[name], marker="o" if len(points) < 40 else None)
-    for label, value in (controls or {}).items():
+    for place, (label, value) in enumerate((controls or {}).items()):
         axes.axhline(value, linestyle=":", color="grey")
-        axes.annotate(label, (0, value), fontsize=7, va="bottom")
+        # Controls often lie on one another: each label has its own third of the width.
+        axes.annotate(label, (0.02 + 0.33 * place, value), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
     axes.set(xlabel="iteration", ylabel="share of episodes solved", ylim=(0, 1.02))
     axes.legend(loc="lower right")
     figure.tight_layout()

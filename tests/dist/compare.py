@@ -56,8 +56,10 @@ def violations(worst: Mapping[str, float], bounds: Bounds) -> dict[str, tuple[fl
 def _all_errors(found: Result, expected: Result, lr: float, floor: float) -> Iterator[tuple[str, float]]:
     for name, values in expected.scored.items():
         yield "value", _largest(found.scored[name] - values)
-    logprobs = expected.steps[0].readings["theta"].abs().mean()
-    scales = {name: float(logprobs) for name in expected.metrics if name.startswith("mismatch/")}
+    size = _mean_logprob(expected.steps[0])
+    scales = {name: size for name in expected.metrics if name.startswith("mismatch/")}
+    # 1 − Var/Var: its terms are of size 1, however small it is itself.
+    scales["critic/explained_variance"] = 1.0
     for _, error in _scalar_errors(found.metrics, expected.metrics, scales):
         yield "scalar", error
     for ours, theirs in zip(found.steps, expected.steps, strict=True):
@@ -92,8 +94,14 @@ def _scales(step: StepResult) -> dict[str, float]:
     """Metric → size of the terms it is summed from: Σ|w·term| of its model's step, or mean |log π| where it is a
     function of log-ratios (mismatch, effective sample sizes)."""
     sizes = {name.split("/")[0]: size for name, size in step.metrics.items() if name.endswith("/magnitude")}
-    sizes["mismatch"] = sizes["is"] = float(step.readings["theta"].abs().mean())
+    sizes["mismatch"] = sizes["is"] = _mean_logprob(step)
     return {name: sizes.get(name.split("/")[0], 0.0) for name in step.metrics}
+
+
+def _mean_logprob(step: StepResult) -> float:
+    """Mean |log π| of the step's decisions; all others read 0."""
+    logprobs = step.readings["theta"]
+    return float(logprobs[logprobs != 0].abs().mean())
 
 
 def _scalar_errors(found: Mapping[str, float], expected: Mapping[str, float], scales: Mapping[str, float]):

@@ -3,7 +3,8 @@
     python tools/bench/step.py            # demo size and ~100 M parameters, one rank
     python tools/bench/step.py --help
 
-In one run, alternating, so that whatever else the machine does hits both:
+In one run, alternating, so that whatever else the machine does hits both. Seconds are this process's CPU seconds where
+there is no GPU:
 
 * update / bare: our step (cut micro-batches, routes, replayed forward, loss, backward) over Megatron's own GPTModel
   with its output layer and cross-entropy on the same tokens. Optimizer step in neither.
@@ -92,8 +93,15 @@ def paired(numerator: Callable[[], None], denominator: Callable[[], None], repea
 
 
 def _seconds(run: Callable[[], None]) -> float:
+    """Seconds of one run: CPU seconds of this process where there is no GPU, so that a busy machine changes little."""
+    if not torch.cuda.is_available():
+        start = time.process_time()
+        run()
+        return time.process_time() - start
+    torch.cuda.synchronize()
     start = time.perf_counter()
     run()
+    torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
