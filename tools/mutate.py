@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -208,14 +209,15 @@ def plant(fault: Fault, folder: Path) -> str:
     return text
 
 
-def run_tests(tests: Sequence[str], folder: Path) -> tuple[int, float]:
-    """(pytest's exit status, seconds) of these tests on the copy in `folder`."""
+def run_tests(tests: Sequence[str], folder: Path) -> tuple[int, str, float]:
+    """(pytest's exit status, its last explanation of a failure, seconds) of these tests on the copy in `folder`."""
     # No bytecode: a file changed twice within a second would keep the stale one.
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     begin = time.monotonic()
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    return done.returncode, time.monotonic() - begin
+    reasons = [line[1:].strip() for line in done.stdout.splitlines() if re.match(r"E +\S*(Error|Failure)\b", line)]
+    return done.returncode, reasons[-1] if reasons else "", time.monotonic() - begin
 
 
 def outcome(status: int) -> str:
@@ -227,10 +229,10 @@ def try_fault(fault: Fault, folder: Path) -> str:
     """Plant, test, take out again; prints a line and returns the outcome."""
     text = plant(fault, folder)
     try:
-        status, seconds = run_tests([fault.test], folder)
+        status, reason, seconds = run_tests([fault.test], folder)
     finally:
         (folder / "megatron_rl" / fault.file).write_text(text)
-    print(f"{outcome(status):10}{seconds:7.0f} s  {fault.name:58}{fault.test}", flush=True)
+    print(f"{outcome(status):10}{seconds:5.0f} s  {fault.name:58}{fault.test}\n{'':19}{reason[:120]}", flush=True)
     return outcome(status)
 
 
@@ -257,8 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="mutate-") as name:
         folder = Path(name)
         copy_checkout(folder)
-        status, seconds = run_tests(sorted({fault.test for fault in chosen}), folder)
-        print(f"without a fault: pytest status {status}, {seconds:.0f} s", flush=True)
+        status, reason, seconds = run_tests(sorted({fault.test for fault in chosen}), folder)
+        print(f"without a fault: pytest status {status}, {seconds:.0f} s {reason}", flush=True)
         if status:
             return 1
         caught = sum(try_fault(fault, folder) == "caught" for fault in chosen)
