@@ -7,6 +7,7 @@ case is computed through the public functions of `megatron_rl.objectives`, in fl
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -17,11 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megatron_rl.objectives import advantages as adv
-from megatron_rl.objectives import aggregation, diagnostics, divergence, groups, importance, policy, rewards, value
-from megatron_rl.objectives.ewma import ewma_update
-from megatron_rl.objectives.numerics import merge_moments, moments
-from megatron_rl.objectives.segments import repeat, segment_mean
+# Runs from a checkout without installing it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_rl.objectives import advantages as adv  # noqa: E402
+from megatron_rl.objectives import aggregation, diagnostics, divergence, groups, importance, policy, rewards, value  # noqa: E402
+from megatron_rl.objectives.ewma import ewma_update  # noqa: E402
+from megatron_rl.objectives.numerics import merge_moments, moments  # noqa: E402
+from megatron_rl.objectives.segments import repeat, segment_mean  # noqa: E402
 
 INTEGERS = (
     "offsets",

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
-from megatron_rl.errors import RolloutError
-from megatron_rl.rollouts import read_batch, trajectory_at
-from megatron_rl.rollouts.describe import describe, trajectory_view
+# Runs from a checkout without installing it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_rl.errors import RolloutError  # noqa: E402
+from megatron_rl.rollouts import read_batch, trajectory_at  # noqa: E402
+from megatron_rl.rollouts.describe import describe, trajectory_view  # noqa: E402
 
 
 def main() -> int:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from torch import Tensor
 
-from megatron_rl.objectives.advantages import gae, length_adaptive_lambda
+# Runs from a checkout without installing it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron_rl.objectives.advantages import gae, length_adaptive_lambda  # noqa: E402
 
 GAMMA, LAM_ACTOR, LAM_CRITIC = 0.999, 0.95, 1.0
 

@@ -23,7 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.rollouts import (
+# Runs from a checkout without installing it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron_rl.rollouts import (  # noqa: E402
     ModelFingerprint,
     RolloutHeader,
     SamplingTruth,
@@ -32,7 +35,7 @@ from megatron_rl.rollouts import (
     read_manifest,
     write_shard,
 )
-from megatron_rl.rollouts.routes import slice_routes, stage_layers
+from megatron_rl.rollouts.routes import slice_routes, stage_layers  # noqa: E402
 
 LAYERS, EXPERTS, TOPK, STAGES = 94, 128, 8, 4
 LIMIT = 0.27
