@@ -42,6 +42,10 @@ CPU = torch.device("cpu")
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "eye", "autocast")
 _state = {"installed": False}
 
+# Megatron and torch announce every optional library that is absent, in every rank, while they are imported.
+for _category in (UserWarning, FutureWarning, DeprecationWarning):
+    warnings.filterwarnings("ignore", module="megatron|torch", category=_category)
+
 
 def on_gpu() -> bool:
     """Whether this process computes on CUDA."""
@@ -118,8 +122,6 @@ def install() -> None:
     """Prepare this process for Megatron. Call once, before building any Megatron module."""
     if _state["installed"]:
         return
-    for category in (UserWarning, FutureWarning, DeprecationWarning):
-        warnings.filterwarnings("ignore", module="megatron|torch", category=category)
     if not on_gpu():
         _answer_cuda_questions()
     _define_missing_gemm()
