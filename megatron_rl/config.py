@@ -59,6 +59,8 @@ class ParallelConfig(_Section):
     """Shard main weights, moments and the EWMA anchor over data ranks."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recompute: `selective` the attention core, `full` every layer."""
+    phase_offload: bool = False
+    """Of actor and critic, only the one being updated holds gradients and optimizer states on the device."""
 
     @property
     def model_ranks(self) -> int:

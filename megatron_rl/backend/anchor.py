@@ -36,8 +36,7 @@ def swapped_in(optimizer: Optimizer, weights: list[torch.Tensor]) -> Iterator[No
         weights: one tensor per `main_weights` entry.
     """
     pairs = [pair for part in optimizer.parts for pair in main_copies(part)]
-    owned = {chunk_param.untyped_storage().data_ptr() for chunk_param in _model_parameters(optimizer)}
-    aliased = [main.untyped_storage().data_ptr() in owned for main, _ in pairs]
+    aliased = aliased_mains(optimizer)
     stash = [main.detach().clone() if alias else None for (main, _), alias in zip(pairs, aliased, strict=True)]
     with torch.no_grad():
         _show(optimizer, [main for main, _ in pairs], aliased, weights)
@@ -49,9 +48,11 @@ def swapped_in(optimizer: Optimizer, weights: list[torch.Tensor]) -> Iterator[No
             _show(optimizer, [main for main, _ in pairs], aliased, kept)
 
 
-def _model_parameters(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
-    for chunk in optimizer.model.bare:
-        yield from chunk.parameters()
+def aliased_mains(optimizer: Optimizer) -> list[bool]:
+    """Of each `main_weights` entry, whether it is the model's own memory (float32) and no copy beside it."""
+    chunks = optimizer.model.bare
+    owned = {weight.untyped_storage().data_ptr() for chunk in chunks for weight in chunk.parameters()}
+    return [main.untyped_storage().data_ptr() in owned for main in main_weights(optimizer)]
 
 
 def _show(optimizer: Optimizer, mains: list[torch.Tensor], aliased: list[bool], weights: list[torch.Tensor]) -> None:
@@ -90,8 +91,7 @@ def _gather_model(optimizer: Optimizer) -> None:
 
 @dataclass
 class Anchor:
-    """EWMA of the main weights: Z₀ = 1, θ̄₀ = θ₀; after optimizer step n: Z ← βZ + 1, θ̄ ← (βZ_old θ̄ + θ)/Z (spec
-    §10)."""
+    """EWMA of the main weights: Z₀ = 1, θ̄₀ = θ₀; after optimizer step n: Z ← βZ + 1, θ̄ ← (βZ_old θ̄ + θ)/Z."""
 
     optimizer: Optimizer
     decay: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_rl.backend import offload
 from megatron_rl.backend.anchor import Anchor, Reference
 from megatron_rl.backend.model import DTYPES, Role, build_model, transformer_config
 from megatron_rl.backend.optimizer import Optimizer, build_optimizer
@@ -26,6 +27,20 @@ class Agents:
     reference: Reference | None
     version: int = 0
     """Weight version: completed policy steps published so far are at most this."""
+
+    def at_work(self, name: str):
+        """Context around the updates of `actor` or `critic`: its gradients and optimizer states are on the device."""
+        optimizer, anchor = self._parts(name)
+        return offload.at_work(optimizer, anchor, enabled=self.topology.config.phase_offload)
+
+    def release_all(self) -> None:
+        """Move what no phase needs yet off the device, where phases are to be offloaded."""
+        if self.topology.config.phase_offload:
+            for name in ("actor", "critic"):
+                offload.release(*self._parts(name))
+
+    def _parts(self, name: str) -> tuple[Optimizer, Anchor | None]:
+        return (self.actor, self.anchor) if name == "actor" else (self.critic, None)
 
     @property
     def cost(self) -> CostModel:

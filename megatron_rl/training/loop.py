@@ -53,6 +53,7 @@ class Loop:
         self.output = Path(config.output)
         self.agents: Agents = build_agents(config, topology)
         self.done = self._resume() if config.checkpoint.resume else 0
+        self.agents.release_all()
         weights = publish(self.agents.actor.model, self.output / "weights", config.model.path, self.agents.version)
         dtype = platform.dtype(config.rollout.engine_dtype or config.model.dtype)
         self.engine = LocalEngine(
@@ -109,7 +110,8 @@ class Loop:
         """Checkpoint everything the next iteration depends on."""
         root = self.output / "checkpoints"
         cursor = {"iteration": self.done}
-        checkpoint.save_checkpoint(root, self.done, self.agents, cursor, keep=self.config.checkpoint.keep)
+        with self.agents.at_work("actor"), self.agents.at_work("critic"):
+            checkpoint.save_checkpoint(root, self.done, self.agents, cursor, keep=self.config.checkpoint.keep)
 
     def _resume(self) -> int:
         found = checkpoint.newest_complete(self.output / "checkpoints")
@@ -134,7 +136,7 @@ class Loop:
             rounds.append(("actor", update_actor, algorithm.actor_epochs))
         steps: list[dict[str, float]] = []
         for name, update, epochs in rounds:
-            with self._timed(name):
+            with self._timed(name), self.agents.at_work(name):
                 for epoch in range(epochs):
                     steps += [update(self.agents, scored, rows) for rows in self._minibatches(scored, iteration, epoch)]
         return _means(steps)

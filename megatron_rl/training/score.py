@@ -20,7 +20,7 @@ from megatron_rl.batching import (
     plan_micro_batches,
 )
 from megatron_rl.config import RunConfig
-from megatron_rl.errors import RolloutError
+from megatron_rl.errors import RolloutError, RouteError
 from megatron_rl.objectives.advantages import gae, whiten
 from megatron_rl.objectives.diagnostics import mismatch, pearson
 from megatron_rl.objectives.numerics import moments
@@ -65,8 +65,17 @@ def route_spec(model: Model, batch: RolloutBatch, *, replay: bool) -> RouteSpec:
     """Recorded routes of this rank's layers; native routing for a critic or when replay is off."""
     hf = model.hf
     layers = {layer: hf.moe_layers.index(layer) for layer in model.registry.layers}
-    source = (lambda row, indices, rows: batch.routes[row][indices[:, None], rows]) if replay else None
-    return RouteSpec(source, layers, hf.num_experts, hf.topk)
+
+    def recorded(row: int, indices: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        routes = batch.routes[row]
+        if routes is None:
+            file, line = batch.sources[row]
+            raise RouteError(
+                "routes are to be replayed but were not recorded", file=file, row=line, setting="replay.enabled=false"
+            )
+        return routes[indices[:, None], rows]
+
+    return RouteSpec(recorded if replay else None, layers, hf.num_experts, hf.topk)
 
 
 def prepare(

@@ -11,11 +11,11 @@ import pytest
 from tests.dist.pool import RankFailure, RankPool
 
 
-def _config(model: Path, output: Path, **changes):
+def _config(path: Path, output: Path, **changes):
     from megatron_rl.config import parse_config
 
     settings = {
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(path), "dtype": "float32"},
         "output": str(output),
         "iterations": 3,
         "evaluate_every": 0,
@@ -180,3 +180,33 @@ def test_every_rank_raises_the_same_fault(ranks: RankPool, tiny: Path, tmp_path:
         ranks.run(read_bad, 2, _config(tiny, tmp_path / "future"), -1)
     text = str(caught.value)
     assert text.count("RolloutError") >= 2 and "version" in text
+
+
+def test_phase_offload_changes_nothing_but_memory(ranks: RankPool, tiny: Path, tmp_path: Path) -> None:
+    def settings(offload: bool, dtype: str):
+        layout = {"expert": 2, "phase_offload": offload}
+        output = tmp_path / f"{dtype}-{offload}"
+        return _config(tiny, output, parallel=layout, model={"dtype": dtype}, iterations=2, gate={"enabled": False})
+
+    for dtype in ("float32", "bfloat16"):
+        kept, offloaded = (ranks.run(train, 2, settings(offload, dtype))[0] for offload in (False, True))
+        assert [row.keys() for row in kept] == [row.keys() for row in offloaded]
+        for before, after in zip(kept, offloaded, strict=True):
+            assert {k for k in before if not np.array_equal(before[k], after[k], equal_nan=True)} == set()
+
+
+def held(config) -> tuple[int, int, int]:
+    """Gradient bytes of the critic while it is idle, at work, and idle again."""
+    from megatron_rl.backend.offload import held_bytes
+
+    loop, _ = _loop(config)
+    critic = loop.agents.critic
+    idle = held_bytes(critic)
+    with loop.agents.at_work("critic"):
+        working = held_bytes(critic)
+    return idle, working, held_bytes(critic)
+
+
+def test_an_idle_model_holds_no_gradients(ranks: RankPool, tiny: Path, tmp_path: Path) -> None:
+    idle, working, again = ranks.run(held, 1, _config(tiny, tmp_path / "held", parallel={"phase_offload": True}))[0]
+    assert idle == again == 0 and working > 50_000
