@@ -17,10 +17,19 @@ class GroupStepAdamW(torch.optim.Optimizer):
     Args:
         params: tensors or parameter groups; each group may carry its own ``lr`` and ``weight_decay``.
         adam_w_mode: only decoupled decay is offered; anything else is refused.
+        capturable: asked for by Megatron from 0.19 on; a CPU captures no graphs.
     """
 
     def __init__(
-        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, bias_correction=True, adam_w_mode=True
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        bias_correction=True,
+        adam_w_mode=True,
+        capturable=False,
     ):
         if not (adam_w_mode and bias_correction):
             raise ValueError("GroupStepAdamW decouples weight decay and corrects bias; no other mode is offered")

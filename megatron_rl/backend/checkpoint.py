@@ -34,9 +34,17 @@ from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
-from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
@@ -169,7 +177,7 @@ def _check_space(directory: Path, needed: int) -> None:
     on_first_rank(directory, check)
 
 
-class _InProcessSave(SaveShardedStrategy):
+class _InProcessSave(TorchDistSaveShardedStrategy):
     """Megatron's `torch_dist` format, written by this process.
 
     Megatron's own strategy spawns a manager and forks a writer even for a synchronous save: seconds of imports, a
@@ -182,7 +190,8 @@ class _InProcessSave(SaveShardedStrategy):
         by_key = defaultdict(list)
         for shard in nested_values(sharded_state_dict):
             if is_main_replica(shard.replica_id):
-                by_key[shard.key].append(shard)
+                # Objects are stored under their shard's own name (Megatron's common state, from 0.19 on, is one).
+                by_key[shard.unique_key if isinstance(shard, ShardedObject) else shard.key].append(shard)
         torch_checkpoint.save(
             mcore_to_pyt_state_dict(by_key),
             storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
