@@ -45,8 +45,8 @@ test-unit: setup ## tests of one process
 	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" unit
 
 .PHONY: test-dist
-test-dist: setup ## tests of up to 8 gloo ranks with real Megatron
-	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" dist
+test-dist: setup ## the whole layout matrix on up to 8 gloo ranks with real Megatron, as a table (make test runs a covering subset)
+	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" matrix
 
 .PHONY: test-full
 test-full: setup ## every test, also the slow ones (up to an hour); what the machine lacks is skipped with a reason

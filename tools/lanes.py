@@ -57,6 +57,7 @@ LANES = (
     Lane("demo", 3, ((PYTHON, "examples/frozen_lake/demo.py", *DEMO_SMOKE),)),
     Lane("slurm", 4, folders=("tests/slurm",)),
     Lane("gpu", 5, folders=("tests/gpu",)),
+    Lane("matrix", 25, folders=("tests/dist",), select=""),
     Lane("full", 60, folders=("tests",), select=""),
 )
 DEFAULT = ("setup", "lint", "unit", "dist", "hf", "demo")

@@ -132,7 +132,7 @@ def gate(config, tamper: str) -> str:
         batch = dataclasses.replace(batch, logprobs=np.roll(batch.logprobs, 1) * batch.action_mask)
     if tamper == "routes":
         rng = np.random.default_rng(0)
-        batch = dataclasses.replace(batch, routes=tuple(rng.permuted(r, axis=1) for r in batch.routes))
+        batch = dataclasses.replace(batch, routes=tuple(r[:, rng.permutation(r.shape[1])] for r in batch.routes))
     try:
         check_first_step(loop.agents, batch)
     except ConfigError as error:
