@@ -119,7 +119,7 @@ class LocalEngine:
                 "temperature",
                 found=temperature,
                 expected="> 0",
-                setting="temperature (greedy=True samples the arg max)",
+                setting="rollout.temperature (greedy=True samples the arg max)",
             )
         self.dtype, self.temperature, self.device = dtype, temperature, torch.device(device)
         self._prefix_tokens = prefix_tokens

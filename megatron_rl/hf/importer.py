@@ -76,7 +76,7 @@ def load_shard(reader: SafetensorsReader, config: HFModelConfig, param: ParamRef
             field=_place(param),
             found=tuple(param.shape),
             expected=f"{tuple(shard.shape)} for tensor-parallel size {param.tp_size}",
-            setting="tensor_model_parallel_size, or the model's sizes",
+            setting="parallel.tensor, or the model's sizes",
         )
     return shard
 

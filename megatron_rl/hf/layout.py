@@ -52,7 +52,7 @@ def exact_share(total: int, ranks: int) -> int:
             "a dimension does not divide by the tensor-parallel ranks",
             found=total,
             expected=f"a multiple of {ranks}",
-            setting="tensor_model_parallel_size or expert_tensor_parallel_size",
+            setting="parallel.tensor or parallel.expert_tensor",
         )
     return total // ranks
 

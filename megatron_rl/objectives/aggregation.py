@@ -96,7 +96,7 @@ def sequence_weights(
         "loss weights cannot be formed",
         found=f"{rule}, prompt_sizes={'given' if prompt_sizes is not None else None}, constant={constant}",
         expected="a known rule; prompt_mean with prompt_sizes; constant with C > 0",
-        setting="aggregation rule",
+        setting="algorithm.aggregation",
     )
 
 

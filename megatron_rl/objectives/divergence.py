@@ -27,7 +27,9 @@ def estimate(difference: Tensor, estimator: str) -> Tensor:
         return 0.5 * difference.square()
     if estimator == "k3":
         return torch.expm1((-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + difference
-    raise ConfigError("unknown KL estimator", found=estimator, expected="k1, k2 or k3", setting="KL estimator")
+    raise ConfigError(
+        "unknown KL estimator", found=estimator, expected="k1, k2 or k3", setting="algorithm.kl_estimator"
+    )
 
 
 def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, estimator: str, log_ratio: Tensor | None = None) -> Tensor:
@@ -47,7 +49,7 @@ def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, estimator: str, log_ra
     check_same_shape(logprobs=logprobs, reference_logprobs=reference_logprobs)
     if log_ratio is None:
         if estimator != "k2":
-            raise ConfigError(f"{estimator} in a loss needs the ratio to the sampler", setting="KL estimator")
+            raise ConfigError(f"{estimator} in a loss needs the ratio to the sampler", setting="algorithm.kl_estimator")
         return estimate(widen(logprobs) - widen(reference_logprobs.detach()), estimator)
     check_same_shape(logprobs=logprobs, log_ratio=log_ratio)
     ratio = bounded_exp(log_ratio.detach() if estimator == "k2" else log_ratio)

@@ -122,7 +122,7 @@ def successor_values(
             field="boundary_tokens",
             found="null",
             expected="the tokens seen after the last decision, or an empty list",
-            setting="truncation.missing_boundary",
+            setting="algorithm.missing_boundary",
         )
     bootstrap = torch.where(truncated & boundary_known, widen(boundary_values), 0.0)
     return bootstrap, ~unknown if missing == "drop" else torch.ones_like(unknown)

@@ -78,7 +78,7 @@ class Examination:
         found: Callable[[int], Any],
         expected: Any,
         *,
-        setting: str = "on_bad_record",
+        setting: str = "rollout.on_bad_record",
         kind: type[RolloutError] = RolloutError,
     ) -> None:
         """Record one fault for each of `rows`; `found(row)` and a callable `expected(row)` are asked only for them."""
@@ -190,7 +190,7 @@ def check_ending(exam: Examination) -> None:
             "boundary_tokens",
             lambda _: "null",
             "the tokens seen after the last decision, [] for none",
-            setting="truncation.missing_boundary",
+            setting="algorithm.missing_boundary",
         )
 
 
@@ -237,7 +237,7 @@ def _check_route_coverage(exam: Examination, row: int, routes: np.ndarray | None
             "routes",
             lambda _: "null",
             "recorded routes while replay is on",
-            setting="replay, or the engine's option that returns routed experts",
+            setting="replay.enabled, or the engine's option that returns routed experts",
             kind=RouteError,
         )
         return
@@ -252,7 +252,7 @@ def _check_route_coverage(exam: Examination, row: int, routes: np.ndarray | None
             "routes",
             lambda _: f"{int(covered.sum())} of {needed} rows x layers",
             f"at least {limits.min_route_coverage:.1%}",
-            setting="min_route_coverage",
+            setting="replay.min_coverage",
             kind=RouteError,
         )
 

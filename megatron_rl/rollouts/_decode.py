@@ -125,7 +125,13 @@ def structural_faults(
 
     def fault(row: int, what: str, field: str, found: object, expected: object, kind=RolloutError) -> None:
         error = kind(
-            what, file=file, row=first_row + row, field=field, found=found, expected=expected, setting="on_bad_record"
+            what,
+            file=file,
+            row=first_row + row,
+            field=field,
+            found=found,
+            expected=expected,
+            setting="rollout.on_bad_record",
         )
         faults.setdefault(int(row), error)
 

@@ -129,8 +129,8 @@ def validate(
 
 def _check_policies(missing_boundary: str, on_bad_record: str) -> None:
     for setting, value, allowed in (
-        ("truncation.missing_boundary", missing_boundary, ("error", "drop", "zero")),
-        ("on_bad_record", on_bad_record, ("error", "quarantine")),
+        ("algorithm.missing_boundary", missing_boundary, ("error", "drop", "zero")),
+        ("rollout.on_bad_record", on_bad_record, ("error", "quarantine")),
     ):
         if value not in allowed:
             raise ConfigError("unknown policy", found=value, expected=" | ".join(allowed), setting=setting)

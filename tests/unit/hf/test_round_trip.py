@@ -123,7 +123,7 @@ QKV, EMBEDDING, FC2 = (
 @pytest.mark.parametrize(
     ("ref", "word"),
     [
-        (ParamRef(QKV, 0, None, 0, 4, (24, 32)), "tensor_model_parallel_size"),
+        (ParamRef(QKV, 0, None, 0, 4, (24, 32)), "parallel.tensor"),
         (ParamRef(QKV, 0, None, 0, 1, (48, 32)), "does not fit"),
         (ParamRef(EMBEDDING, None, None, 0, 2, (30, 32)), "too small"),
         (ParamRef(QKV, 4, None, 0, 1, (96, 32)), "layer 4"),

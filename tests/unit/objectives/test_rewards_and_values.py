@@ -49,7 +49,7 @@ def test_successor_values_follow_the_ending():
     values = torch.tensor([float("nan"), 0.5, float("nan")])
     with pytest.raises(RolloutError, match="row=2") as error:
         rewards.successor_values(truncated, known, values)
-    assert "truncation.missing_boundary" in str(error.value)
+    assert "algorithm.missing_boundary" in str(error.value)
     for policy_, keep in (("drop", [True, True, False]), ("zero", [True, True, True])):
         bootstrap, kept = rewards.successor_values(truncated, known, values, policy_)
         assert bootstrap.tolist() == [0.0, 0.5, 0.0]

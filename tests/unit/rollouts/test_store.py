@@ -269,7 +269,7 @@ def test_rows_that_cannot_be_laid_out(
     with pytest.raises(kind) as caught:
         read_batch(tmp_path)
     error = caught.value
-    assert (error.file, error.row, error.field, error.setting) == (str(path), 1, column, "on_bad_record")
+    assert (error.file, error.row, error.field, error.setting) == (str(path), 1, column, "rollout.on_bad_record")
     assert (error.found, error.expected) == (found, expected)
     refused: list[RolloutError] = []
     batch = read_batch(tmp_path, refused=refused)

@@ -270,7 +270,7 @@ def test_missing_boundary_policies(tmp_path: Path) -> None:
     batch = read_batch(tmp_path)
     with pytest.raises(RolloutError) as caught:
         validate(batch, **DEFAULTS)
-    assert (caught.value.row, caught.value.setting) == (1, "truncation.missing_boundary")
+    assert (caught.value.row, caught.value.setting) == (1, "algorithm.missing_boundary")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dropped = validate(batch, **DEFAULTS, missing_boundary="drop")
@@ -338,7 +338,8 @@ def test_no_decision_anywhere_is_reported_not_raised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "setting"), [("missing_boundary", "truncation.missing_boundary"), ("on_bad_record", "on_bad_record")]
+    ("option", "setting"),
+    [("missing_boundary", "algorithm.missing_boundary"), ("on_bad_record", "rollout.on_bad_record")],
 )
 def test_unknown_policy(tmp_path: Path, option: str, setting: str) -> None:
     with pytest.raises(ConfigError) as caught:
