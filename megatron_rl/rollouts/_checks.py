@@ -108,6 +108,7 @@ class Examination:
 
 
 def check_tokens(exam: Examination) -> None:
+    """Token and boundary ids lie in [0, V)."""
     batch, size = exam.batch, exam.limits.vocab_size
     for name, offsets in (("tokens", batch.offsets), ("boundary_tokens", batch.boundary_offsets)):
         values = getattr(batch, name)
@@ -116,6 +117,7 @@ def check_tokens(exam: Examination) -> None:
 
 
 def check_action_mask(exam: Examination) -> None:
+    """No trajectory begins with a sampled token: nothing precedes it."""
     batch = exam.batch
     nonempty = np.flatnonzero(batch.lengths)
     first = nonempty[batch.action_mask[batch.offsets[nonempty]]]
@@ -145,6 +147,7 @@ def check_turns(exam: Examination) -> None:
 
 
 def check_numbers(exam: Examination) -> None:
+    """Rewards and log-probs are finite, and no log-prob of a decision is positive."""
     batch = exam.batch
     bad_rewards = np.flatnonzero(~np.isfinite(batch.reward))
     exam.add(bad_rewards, "reward is not finite", "reward", lambda row: batch.reward[row], "a finite number")
@@ -165,6 +168,7 @@ def check_numbers(exam: Examination) -> None:
 
 
 def check_versions(exam: Examination) -> None:
+    """No decision was sampled by a weight version the trainer has not reached, or by a negative one."""
     batch, current = exam.batch, exam.limits.current_version
     outside = batch.action_mask & ((batch.version > current) | (batch.version < 0))
     exam.add_values(
@@ -178,6 +182,7 @@ def check_versions(exam: Examination) -> None:
 
 
 def check_ending(exam: Examination) -> None:
+    """Never both terminated and truncated; a truncated trajectory says what became visible at its end."""
     batch = exam.batch
     unknown = [row for row, outcome in enumerate(batch.outcome) if outcome not in OUTCOMES]
     exam.add(unknown, "unknown outcome", "outcome", lambda row: batch.outcome[row], ", ".join(OUTCOMES))
