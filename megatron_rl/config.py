@@ -192,6 +192,12 @@ class AlgorithmConfig(_Section):
             raise ValueError("sequence_is_normalise needs sequence_is_cap")
         if self.token_is_cap is not None and self.sequence_is_cap is not None:
             raise ValueError("token_is_cap and sequence_is_cap correct the same bias twice: set one of them to null")
+        corrected = self.token_is_cap is not None or self.sequence_is_cap is not None
+        if self.dual_clip is not None and self.anchor == "ewma" and not corrected:
+            raise ValueError(
+                "dual_clip bounds the clipped surrogate, which the decoupled loss of anchor 'ewma' is not: "
+                "set dual_clip to null, or token_is_cap or sequence_is_cap"
+            )
         return self
 
     @property

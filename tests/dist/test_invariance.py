@@ -22,7 +22,7 @@ LAYOUTS = [pytest.param(layout, id=layout.name) for layout in FAST] + [
     pytest.param(layout, id=layout.name, marks=pytest.mark.full) for layout in SLOW
 ]
 OBJECTIVES = {
-    "decoupled": dict(sequence_is_cap=None, kl_estimator="k2"),
+    "decoupled": dict(sequence_is_cap=None, dual_clip=None, kl_estimator="k2"),
     "recompute": dict(anchor="recompute", sequence_is_cap=None, token_is_cap=1.1, kl_loss_coef=0.0, kl_reward_coef=0.1,
                       aggregation="prompt_mean"),
     "behaviour": dict(anchor="behaviour", sequence_is_normalise=True, aggregation="token_mean", kl_estimator="k1"),

@@ -22,7 +22,7 @@ from tests.reference import plain
 from tests.reference.decoder import Architecture, load
 
 OFF = dict(aux_loss_coef=0.0, z_loss_coef=0.0)
-VARIANTS = {"sequence weights and dual clip": {}, "decoupled": dict(sequence_is_cap=None)}
+VARIANTS = {"sequence weights and dual clip": {}, "decoupled": dict(sequence_is_cap=None, dual_clip=None)}
 
 
 def episodes_of(batch) -> list[plain.Episode]:

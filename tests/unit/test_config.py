@@ -42,6 +42,7 @@ def test_wrong_type_names_key_found_and_expected() -> None:
     [
         (["algorithm.kl_loss_coef=0.1", "algorithm.kl_reward_coef=0.1"], "different objectives"),
         (["algorithm.token_is_cap=2", "algorithm.sequence_is_cap=2"], "twice"),
+        (["algorithm.dual_clip=3"], "decoupled loss"),
         (["algorithm.aggregation=constant"], "aggregation_constant"),
         (["performance.fp8=true"], "performance.fp8"),
         (["performance.moe_dispatcher=flex"], "moe_dispatcher"),
