@@ -1,0 +1,76 @@
+"""A whole run: all sections, and what contradicts across them."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from megatron_rl.config.algorithm import AlgorithmConfig, OptimizerConfig
+from megatron_rl.config.model import BatchingConfig, ModelConfig, ParallelConfig, PerformanceConfig, ReplayConfig
+from megatron_rl.config.rollout import GateConfig, RolloutConfig
+from megatron_rl.config.section import Section
+
+
+class CheckpointConfig(Section):
+    """When to save, and what to keep."""
+
+    every: int = Field(0, ge=0)
+    """Iterations between checkpoints; 0: only at the end."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints kept."""
+    resume: bool = True
+    """Continue from the newest complete checkpoint of the run directory."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    output: str = "runs/default"
+    """Run directory: rollouts, metrics, checkpoints, exports."""
+    seed: int = 0
+    """Seed of everything that is drawn."""
+    iterations: int = Field(100, ge=0)
+    """Rollout-and-update rounds."""
+    evaluate_every: int = Field(10, ge=0)
+    """Iterations between evaluations; 0: only at the end."""
+    evaluation_episodes: int = Field(128, ge=1)
+    """Greedy episodes of one evaluation."""
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    """Weights and precision."""
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    """Layout of actor and critic over the ranks."""
+    performance: PerformanceConfig = Field(default_factory=PerformanceConfig)
+    """Megatron's performance switches."""
+    batching: BatchingConfig = Field(default_factory=BatchingConfig)
+    """Micro-batches."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """The actor's optimizer."""
+    critic_optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """The critic's optimizer."""
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    """The objective."""
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
+    """Route replay."""
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    """Episodes and sampling."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """Saving and resuming."""
+    gate: GateConfig = Field(default_factory=GateConfig)
+    """The step-0 gate."""
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> RunConfig:
+        fast, ewma = self.performance, self.algorithm.anchor == "ewma"
+        refused = {
+            "performance.fp8": fast.fp8,
+            "performance.moe_dispatcher=flex": self.replay.enabled and fast.moe_dispatcher == "flex",
+            "performance.moe_permute_fusion": self.replay.enabled and fast.moe_permute_fusion,
+            "performance.overlap_grad_reduce": fast.overlap_grad_reduce,
+            "performance.overlap_param_gather": ewma and fast.overlap_param_gather,
+            "performance.optimizer_cpu_offload": ewma and fast.optimizer_cpu_offload,
+        }
+        bad = [name for name, on in refused.items() if on]
+        if bad:
+            raise ValueError(
+                f"{', '.join(bad)} would break route replay or the anchor swap: turn off, or turn those off"
+            )
+        return self
