@@ -95,7 +95,7 @@ def skip_step(config) -> bool:
 
     loop, _ = _loop(config)
     agents = loop.agents
-    directory = record(config, loop.engine, loop.task, 0, loop.output / "rollouts")
+    directory = record(config, loop.source.engine, loop.task, 0, loop.output / "rollouts")
     scored = score_batch(agents, load_validated(config, directory, loop.fingerprint, 0)[0])
     update_actor(agents, scored, scored.rows)
 
@@ -124,9 +124,9 @@ def gate(config, tamper: str) -> str:
 
     loop, _ = _loop(config)
     if tamper == "temperature":
-        loop.engine.temperature = 2.0
+        loop.source.engine.temperature = 2.0
     batch, _ = load_validated_as(
-        config, record(config, loop.engine, loop.task, 0, loop.output / "rollouts"), loop, tamper
+        config, record(config, loop.source.engine, loop.task, 0, loop.output / "rollouts"), loop, tamper
     )
     if tamper == "shift":
         batch = dataclasses.replace(batch, logprobs=np.roll(batch.logprobs, 1) * batch.action_mask)
@@ -170,7 +170,7 @@ def read_bad(config, version: int) -> int:
     from megatron_rl.training.rollout import load_validated, record
 
     loop, _ = _loop(config)
-    directory = record(config, loop.engine, loop.task, 0, loop.output / "rollouts")
+    directory = record(config, loop.source.engine, loop.task, 0, loop.output / "rollouts")
     return len(load_validated(config, directory, loop.fingerprint, version)[0])
 
 
