@@ -18,7 +18,7 @@ from megatron_rl.training import checkpoint
 from megatron_rl.training.agents import Agents, build_agents
 from megatron_rl.training.gate import check_first_step
 from megatron_rl.training.publish import publish, write_hf
-from megatron_rl.training.rounds import train_on
+from megatron_rl.training.rounds import means, train_on
 from megatron_rl.training.score import score_batch
 from megatron_rl.training.sources import PlayedSource, Source
 from megatron_rl.training.throughput import throughput_metrics
@@ -90,7 +90,8 @@ class Loop:
             values |= check_first_step(self.agents, batch)
         with self._timed("score"):
             scored = score_batch(self.agents, batch)
-        values |= scored.metrics | train_on(self.agents, scored, iteration, self._timed)
+        steps, _ = train_on(self.agents, scored, iteration, self._timed)
+        values |= scored.metrics | means(steps)
         with self._timed("publish"):
             self._publish()
         values |= throughput_metrics(self.config, self.agents, scored, dict(self._seconds))

@@ -1,9 +1,15 @@
-"""What an iteration does with a scored batch: critic rounds, then actor rounds, each over shuffled minibatches."""
+"""What an iteration does with a scored batch: critic rounds, then actor rounds, each over shuffled minibatches.
+
+The steps of an iteration are a list that depends on configuration, batch and iteration only, so a run that stopped
+between two of them goes on at the next one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -15,28 +21,68 @@ from megatron_rl.training.update import update_actor, update_critic
 Timed = Callable[[str], AbstractContextManager[None]]
 
 
-def train_on(agents: Agents, scored: ScoredBatch, iteration: int, timed: Timed) -> dict[str, float]:
-    """All optimizer steps of one iteration.
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step to do."""
+
+    model: str
+    """`critic` or `actor`."""
+    rows: np.ndarray
+    """int64: its trajectories."""
+
+
+def planned_steps(agents: Agents, scored: ScoredBatch, iteration: int) -> list[Step]:
+    """The optimizer steps of an iteration, in order; the actor has none while the critic warms up alone."""
+    algorithm = agents.config.algorithm
+    steps = _epochs(agents, scored, iteration, "critic", algorithm.critic_epochs)
+    if iteration >= algorithm.critic_warmup:
+        steps += _epochs(agents, scored, iteration, "actor", algorithm.actor_epochs)
+    return steps
+
+
+def train_on(
+    agents: Agents,
+    scored: ScoredBatch,
+    iteration: int,
+    timed: Timed,
+    *,
+    done: Sequence[dict[str, float]] = (),
+    stop: Callable[[], bool] = lambda: False,
+) -> tuple[list[dict[str, float]], bool]:
+    """Do the steps of an iteration that are not done yet.
 
     Args:
         agents: live parts, changed.
         scored: the iteration's batch.
         iteration: seeds the shuffles, decides whether the critic still warms up alone.
         timed: context around each model's rounds, given its name.
+        done: metrics of the steps done before, the first of the plan.
+        stop: asked before every step, on every rank with the same answer; True: do no more.
 
     Returns:
-        The mean of each metric over the steps that reported it, the same on every rank.
+        Metrics of all steps done, those of `done` first, and whether the iteration is complete.
     """
-    algorithm = agents.config.algorithm
-    rounds = [("critic", update_critic, algorithm.critic_epochs)]
-    if iteration >= algorithm.critic_warmup:
-        rounds.append(("actor", update_actor, algorithm.actor_epochs))
-    steps: list[dict[str, float]] = []
-    for name, update, epochs in rounds:
-        with timed(name), agents.at_work(name):
-            for epoch in range(epochs):
-                steps += [update(agents, scored, rows) for rows in _minibatches(agents, scored, iteration, epoch)]
-    return _means(steps)
+    plan = planned_steps(agents, scored, iteration)
+    metrics = list(done)
+    for model, steps in groupby(plan[len(metrics) :], key=lambda step: step.model):
+        update = {"critic": update_critic, "actor": update_actor}[model]
+        with timed(model), agents.at_work(model):
+            for step in steps:
+                if stop():
+                    return metrics, False
+                metrics.append(update(agents, scored, step.rows))
+    return metrics, True
+
+
+def means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the steps that reported it."""
+    names = {name for step in steps for name in step}
+    found = {name: [step[name] for step in steps if name in step] for name in sorted(names)}
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def _epochs(agents: Agents, scored: ScoredBatch, iteration: int, model: str, epochs: int) -> list[Step]:
+    return [Step(model, rows) for epoch in range(epochs) for rows in _minibatches(agents, scored, iteration, epoch)]
 
 
 def _minibatches(agents: Agents, scored: ScoredBatch, iteration: int, epoch: int) -> list[np.ndarray]:
@@ -46,9 +92,3 @@ def _minibatches(agents: Agents, scored: ScoredBatch, iteration: int, epoch: int
         scored.rows[part]
         for part in split_minibatches(len(keys), agents.config.algorithm.minibatches, seed, epoch, keys)
     ]
-
-
-def _means(steps: list[dict[str, float]]) -> dict[str, float]:
-    names = {name for step in steps for name in step}
-    found = {name: [step[name] for step in steps if name in step] for name in sorted(names)}
-    return {name: float(np.mean(values)) for name, values in found.items()}
