@@ -24,20 +24,32 @@ _OVERRIDES = typer.Argument(None, help="Dotted settings that win over the file, 
 def train(config: Path = _CONFIG, overrides: list[str] = _OVERRIDES) -> None:
     """Train. Start it with torchrun or srun for several ranks; a run directory with checkpoints is resumed.
 
+    SIGUSR1 or SIGTERM: the step at hand is finished, the run saved, and the exit status is 85 (start me again).
+
     Example: torchrun --nproc_per_node 2 -m megatron_rl.cli train examples/frozen_lake/ppo.yaml parallel.expert=2
     """
     from megatron_rl.config import load_config
     from megatron_rl.engines.tasks import make_task
     from megatron_rl.launch.environment import ranks
     from megatron_rl.observe.progress import TerminalWatch
+    from megatron_rl.training.lock import run_lock
     from megatron_rl.training.loop import Loop
+    from megatron_rl.training.stopping import STOPPED, Stopped, stop_on_signals
 
     settings = load_config(config, overrides or [])
-    with ranks(settings) as topology:
+    task = make_task(settings.rollout.environment, settings.rollout.environment_options)
+    with (
+        stop_on_signals() as stop,
+        ranks(settings) as topology,
+        run_lock(settings.output, first=topology.rank == 0),
+    ):
         watch = TerminalWatch(Path(settings.output), silent=topology.rank != 0)
-        task = make_task(settings.rollout.environment, settings.rollout.environment_options)
-        Loop(settings, topology, task, watch).run()
-        watch.finished()
+        try:
+            Loop(settings, topology, task, watch, stop).run()
+        except Stopped:
+            raise typer.Exit(STOPPED) from None
+        finally:
+            watch.finished()
 
 
 @app.command()

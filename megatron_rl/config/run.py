@@ -17,6 +17,8 @@ class CheckpointConfig(Section):
     """Iterations between checkpoints; 0: only at the end."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints kept."""
+    keep_every: int = Field(0, ge=0)
+    """Checkpoints of iterations divisible by this are kept for good; 0: none."""
     resume: bool = True
     """Continue from the newest complete checkpoint of the run directory."""
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
-from uuid import uuid4
 
 import pyarrow as pa
 import xxhash
 
 from megatron_rl.errors import RolloutError
+from megatron_rl.files import atomic_file
 
 MANIFEST = "manifest.json"
 SUFFIX = ".arrow"
@@ -41,31 +39,6 @@ class ShardInfo:
     """Size of the file."""
     xxh3_128: str
     """Hexadecimal checksum of the whole file."""
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Write `path` so that it appears whole and durable, or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid4().hex}.tmp")
-    try:
-        with open(temporary, "xb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _fsync_directory(path.parent)
-
-
-def _fsync_directory(directory: Path) -> None:
-    # A rename is durable only once the directory that holds it is.
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _HashingSink:

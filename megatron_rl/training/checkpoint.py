@@ -4,6 +4,7 @@
                               run.json        cursor, weight version, resolved configuration, layout, library versions
                               random/         states of the random generators, one file a rank
                               states/         tensors (backend/checkpoint.py)
+                              iteration.pt    an iteration stopped in its middle (training/pause.py), where there is one
 
 A save fills a hidden directory `.iteration_00000012.partial`, makes it durable, writes the manifest and renames. So a
 save that dies, wherever it dies, leaves the checkpoints before it as they were; nothing is deleted before the new one
@@ -38,9 +39,10 @@ from megatron_rl.backend.checkpoint import (
 from megatron_rl.backend.random_states import random_states, restore_random_states
 from megatron_rl.backend.topology import Topology
 from megatron_rl.errors import CheckpointError
+from megatron_rl.files import make_durable
 from megatron_rl.training.agents import Agents
 
-MANIFEST, RUN, RANDOM, STATES = "manifest.json", "run.json", "random", "states"
+MANIFEST, RUN, RANDOM, STATES, PAUSE = "manifest.json", "run.json", "random", "states", "iteration.pt"
 LIBRARIES = ("megatron_rl", "megatron-core", "torch", "numpy", "transformer-engine")
 _NAME = re.compile(r"iteration_(\d{8,})")
 _PARTIAL = re.compile(r"\.(iteration_\d{8,})\.partial")
@@ -58,7 +60,16 @@ class Found:
     """Newer directories that were passed over, newest first, each with the reason."""
 
 
-def save_checkpoint(root: str | Path, iteration: int, agents: Agents, cursor: Mapping[str, Any], keep: int) -> Path:
+def save_checkpoint(
+    root: str | Path,
+    iteration: int,
+    agents: Agents,
+    cursor: Mapping[str, Any],
+    keep: int,
+    *,
+    keep_every: int = 0,
+    pause: bytes | None = None,
+) -> Path:
     """Save everything a run continues from. Collective over the default process group.
 
     Args:
@@ -67,6 +78,8 @@ def save_checkpoint(root: str | Path, iteration: int, agents: Agents, cursor: Ma
         agents: the live parts.
         cursor: where the data stands, as JSON: what the loop needs to go on (iteration, consumed shards, seed state).
         keep: newest checkpoints kept, at least 1.
+        keep_every: checkpoints of iterations divisible by this are kept for good; 0: none.
+        pause: what is needed to go on in the middle of the next iteration, stored as `PAUSE`; used from rank 0.
 
     Returns:
         The new checkpoint's directory.
@@ -84,13 +97,15 @@ def save_checkpoint(root: str | Path, iteration: int, agents: Agents, cursor: Ma
         own = partial / RANDOM / f"{dist.get_rank():05d}.json"
         together(own, lambda: _write(own, json.dumps(random_states())))
         on_first_rank(partial, lambda: _write(partial / RUN, text))
+        if pause is not None:
+            on_first_rank(partial, lambda: (partial / PAUSE).write_bytes(pause))
         manifest = _manifest(partial)
         on_first_rank(partial, lambda: _complete(partial, final, manifest))
     except CheckpointError:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    on_first_rank(root, lambda: _prune(root, iteration, keep))
+    on_first_rank(root, lambda: _prune(root, iteration, keep, keep_every))
     return final
 
 
@@ -255,9 +270,9 @@ def _checksum(path: Path) -> str:
 def _complete(partial: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Make every file durable, write the manifest, rename."""
     for path in partial.rglob("*"):
-        _fsync(path)
+        make_durable(path)
     _write(partial / MANIFEST, json.dumps(manifest, indent=1))
-    _fsync(partial)
+    make_durable(partial)
     _publish(partial, final)
 
 
@@ -266,7 +281,7 @@ def _publish(whole: Path, final: Path) -> None:
     if final.exists():
         _remove(final)
     os.rename(whole, final)
-    _fsync(final.parent)
+    make_durable(final.parent)
 
 
 def _remove(directory: Path) -> None:
@@ -275,13 +290,16 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(directory)
 
 
-def _prune(root: Path, iteration: int, keep: int) -> None:
-    """Remove what is older than the newest `keep` whole ones up to this iteration. Later ones are not ours to judge."""
+def _prune(root: Path, iteration: int, keep: int, keep_every: int) -> None:
+    """Remove what is older than the newest `keep` whole ones up to this iteration, but for every `keep_every`th. Later
+    ones are not ours to judge."""
     past = sorted(
         (p for p in _directories(root) if _number(p.name) <= iteration), key=lambda p: _number(p.name), reverse=True
     )
     whole = [p for p in past if faults(p, checksums=False) is None]
     for path in past[past.index(whole[:keep][-1]) + 1 :]:
+        if keep_every and path in whole and _number(path.name) % keep_every == 0:
+            continue
         try:
             _remove(path)
         except OSError as error:
@@ -293,14 +311,6 @@ def _write(path: Path, text: str) -> None:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _directories(root: Path) -> list[Path]:

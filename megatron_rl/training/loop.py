@@ -1,8 +1,13 @@
-"""The loop: rollouts → score → update critic and actor → publish → log → evaluate → checkpoint."""
+"""The loop: rollouts → score → update critic and actor → publish → log → evaluate → checkpoint.
+
+It can be asked to stop at any time and goes on at the next optimizer step: rollouts that were not finished are played
+again, those that were are read again, vectors that were scored are in the checkpoint.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,10 +22,13 @@ from megatron_rl.rollouts.schema import ModelFingerprint
 from megatron_rl.training import checkpoint
 from megatron_rl.training.agents import Agents, build_agents
 from megatron_rl.training.gate import check_first_step
+from megatron_rl.training.ledger import Entry, Ledger, reread
+from megatron_rl.training.pause import Pause, from_file
 from megatron_rl.training.publish import publish, write_hf
 from megatron_rl.training.rounds import means, train_on
 from megatron_rl.training.score import score_batch
-from megatron_rl.training.sources import PlayedSource, Source
+from megatron_rl.training.sources import Delivery, PlayedSource, Source
+from megatron_rl.training.stopping import Stopped, StopRequest
 from megatron_rl.training.throughput import throughput_metrics
 
 
@@ -39,17 +47,23 @@ class Loop:
         topology: groups of the layout, made already.
         task: what is played.
         watch: told of progress and metrics.
+        stop: asked between optimizer steps; None: nobody asks.
     """
 
-    def __init__(self, config: RunConfig, topology: Topology, task: Task, watch: Watch) -> None:
+    def __init__(
+        self, config: RunConfig, topology: Topology, task: Task, watch: Watch, stop: StopRequest | None = None
+    ) -> None:
         self.config, self.topology, self.task, self.watch = config, topology, task, watch
+        self.stop = stop or StopRequest()
         self.output = Path(config.output)
         self.agents: Agents = build_agents(config, topology)
+        self.ledger = Ledger(self.output, writes=topology.rank == 0)
+        self._pause: Pause | None = None
         cursor = self._resume() if config.checkpoint.resume else {}
         self.done: int = cursor.get("iteration", 0)
         self.agents.release_all()
         weights = publish(self.agents.actor.model, self.output / "weights", config.model.path, self.agents.version)
-        self.source: Source = PlayedSource(config, task, self.fingerprint, weights, self.agents.version)
+        self.source: Source = PlayedSource(config, task, self.fingerprint, weights, self.agents.version, self.stop)
         self.source.restore(cursor.get("source", {}))
         self._seconds: dict[str, float] = defaultdict(float)
 
@@ -62,11 +76,19 @@ class Loop:
         )
 
     def run(self) -> dict[str, float]:
-        """Train the remaining iterations and export. Returns the last iteration's metrics."""
+        """Train the remaining iterations and export. Returns the last iteration's metrics.
+
+        Raises:
+            Stopped: on every rank; the run was asked to stop and has saved where it stands.
+        """
         values: dict[str, float] = {}
         self.watch.started(self.config.iterations, self.done)
         for iteration in range(self.done, self.config.iterations):
-            found = self.iterate(iteration)
+            try:
+                found = self.iterate(iteration)
+            except Stopped:
+                self.save()
+                raise
             if found is None:
                 break
             values = found
@@ -79,22 +101,26 @@ class Loop:
         return values
 
     def iterate(self, iteration: int) -> dict[str, float] | None:
-        """One iteration; returns its metrics, the same on every rank, or None where the source has ended."""
+        """One iteration, or the rest of one that was stopped; returns its metrics, the same on every rank, or None
+        where the source has ended.
+
+        Raises:
+            Stopped: see `run`.
+        """
         self._seconds.clear()
-        with self._timed("rollout"):
-            delivery = self.source.next(iteration, self.agents.version)
-        if delivery is None:
+        pause, self._pause = self._pause or self._begin(iteration), None
+        if pause is None:
             return None
-        batch, values = delivery.batch, dict(delivery.metrics)
-        if self.config.gate.enabled and iteration == 0:
-            values |= check_first_step(self.agents, batch)
-        with self._timed("score"):
-            scored = score_batch(self.agents, batch)
-        steps, _ = train_on(self.agents, scored, iteration, self._timed)
-        values |= scored.metrics | means(steps)
+        steps, complete = train_on(
+            self.agents, pause.scored, iteration, self._timed, done=pause.steps, stop=self.stop.agreed
+        )
+        if not complete:
+            self._pause = dataclasses.replace(pause, steps=steps)
+            raise Stopped
+        values = pause.values | means(steps)
         with self._timed("publish"):
             self._publish()
-        values |= throughput_metrics(self.config, self.agents, scored, dict(self._seconds))
+        values |= throughput_metrics(self.config, self.agents, pause.scored, dict(self._seconds))
         if self._due(self.config.evaluate_every, iteration):
             with self._timed("evaluate"):
                 success = self.source.evaluate(self.config.evaluation_episodes)
@@ -102,16 +128,47 @@ class Loop:
         return values | {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
 
     def save(self) -> None:
-        """Checkpoint everything the next iteration depends on."""
-        root = self.output / "checkpoints"
-        cursor = {"iteration": self.done, "source": self.source.state()}
+        """Checkpoint everything the next step depends on."""
+        kept = self.config.checkpoint
+        cursor = {"iteration": self.done, "source": self.source.state(), "ledger": self.ledger.state()}
+        pause = None if self._pause is None else self._pause.to_bytes()
         with self.agents.at_work("actor"), self.agents.at_work("critic"):
-            checkpoint.save_checkpoint(root, self.done, self.agents, cursor, keep=self.config.checkpoint.keep)
+            checkpoint.save_checkpoint(
+                self.output / "checkpoints", self.done, self.agents, cursor, kept.keep, keep_every=kept.keep_every,
+                pause=pause,
+            )  # fmt: skip
+
+    def _begin(self, iteration: int) -> Pause | None:
+        """Rollouts and scores of an iteration, none of its steps."""
+        with self._timed("rollout"):
+            delivery = self._rollouts(iteration)
+        if delivery is None:
+            return None
+        batch, values = delivery.batch, dict(delivery.metrics)
+        if self.config.gate.enabled and iteration == 0:
+            values |= check_first_step(self.agents, batch)
+        with self._timed("score"):
+            scored = score_batch(self.agents, batch)
+        return Pause(scored, values | scored.metrics, [])
+
+    def _rollouts(self, iteration: int) -> Delivery | None:
+        """What a lost run had trained this iteration on, else what the source has next."""
+        planned = self.ledger.planned(iteration)
+        version = self.agents.version
+        delivery = Delivery(reread(planned, self.output)) if planned else self.source.next(iteration, version)
+        if delivery is not None:
+            self.ledger.consume(Entry.of(iteration, version, delivery.batch, self.output))
+        return delivery
 
     def _resume(self) -> dict:
         found = checkpoint.newest_complete(self.output / "checkpoints")
         if found.path is not None:
-            return checkpoint.load_checkpoint(found.path, self.agents)
+            cursor = checkpoint.load_checkpoint(found.path, self.agents)
+            self.ledger.restore(cursor["ledger"])
+            file = found.path / checkpoint.PAUSE
+            if file.exists():
+                self._pause = from_file(file, reread(self.ledger.last, self.output))
+            return cursor
         damaged = [(path, reason) for path, reason in found.skipped if not path.name.startswith(".")]
         if damaged:
             path, reason = damaged[0]

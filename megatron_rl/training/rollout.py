@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.config import RunConfig
+from megatron_rl.engines import Generation
 from megatron_rl.engines.episodes import EpisodeSpec, play_episodes
 from megatron_rl.engines.local import LocalEngine
 from megatron_rl.engines.tasks import Task
@@ -16,6 +18,7 @@ from megatron_rl.errors import MegatronRLError, RolloutError
 from megatron_rl.rollouts.schema import ModelFingerprint, RolloutBatch, Trajectory
 from megatron_rl.rollouts.store import read_batch, select_rows, write_shard
 from megatron_rl.rollouts.validate import ValidationReport, validate
+from megatron_rl.training.stopping import Stopped, StopRequest
 
 
 def my_share(specs: list[EpisodeSpec]) -> list[EpisodeSpec]:
@@ -39,8 +42,19 @@ def play(
     )
 
 
-def record(config: RunConfig, engine: LocalEngine, task: Task, iteration: int, directory: Path) -> Path:
-    """Play this rank's share of an iteration and write it as one shard; returns the iteration's directory."""
+def record(
+    config: RunConfig,
+    engine: LocalEngine,
+    task: Task,
+    iteration: int,
+    directory: Path,
+    stop: StopRequest | None = None,
+) -> Path:
+    """Play this rank's share of an iteration and write it as one shard; returns the iteration's directory.
+
+    Raises:
+        Stopped: on every rank; the run was asked to stop and nothing of the iteration was written.
+    """
     target = directory / f"iteration-{iteration:06d}"
     if dist.get_rank() == 0 and target.exists():
         # A run that resumes plays again what was recorded after its checkpoint.
@@ -48,11 +62,27 @@ def record(config: RunConfig, engine: LocalEngine, task: Task, iteration: int, d
     dist.barrier()
     target.mkdir(parents=True, exist_ok=True)
     specs = my_share(task.training_specs(iteration, config.rollout.episodes))
-    trajectories = play(config, engine, task, specs, greedy=False)
+    trajectories: list[Trajectory] = []
+    with contextlib.suppress(Stopped):
+        trajectories = play(config, _Leaving(engine, stop) if stop else engine, task, specs, greedy=False)
+    if stop is not None and stop.agreed():
+        raise Stopped
     header = engine.header(task.vocabulary.fingerprint)
     write_shard(target, header, trajectories, name=f"rank-{dist.get_rank():05d}")
     dist.barrier()
     return target
+
+
+class _Leaving:
+    """An engine whose rank leaves its episodes as soon as it is asked to stop."""
+
+    def __init__(self, engine: LocalEngine, stop: StopRequest) -> None:
+        self.model, self._engine, self._stop = engine.model, engine, stop
+
+    def generate(self, *args, **options) -> list[Generation]:
+        if self._stop.here:
+            raise Stopped
+        return self._engine.generate(*args, **options)
 
 
 def load_validated(

@@ -16,6 +16,7 @@ from megatron_rl.engines.local import LocalEngine
 from megatron_rl.engines.tasks import Task
 from megatron_rl.rollouts.schema import ModelFingerprint, RolloutBatch
 from megatron_rl.training.rollout import evaluate, load_validated, record
+from megatron_rl.training.stopping import StopRequest
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,11 @@ class Source(Protocol):
     """A supply of rollouts. Every method is collective: all ranks call it, in the same order."""
 
     def next(self, iteration: int, version: int) -> Delivery | None:
-        """The rollouts of this iteration, trained by weights `version`; None: there are no more."""
+        """The rollouts of this iteration, trained by weights `version`; None: there are no more.
+
+        Raises:
+            Stopped: on every rank; the run was asked to stop and this iteration has no rollouts yet.
+        """
         ...
 
     def publish(self, weights: Path, version: int) -> None:
@@ -59,12 +64,19 @@ class PlayedSource:
         fingerprint: whose rollouts are accepted.
         weights: HF directory to start with.
         version: its version.
+        stop: asked between the turns of episodes.
     """
 
     def __init__(
-        self, config: RunConfig, task: Task, fingerprint: ModelFingerprint, weights: Path, version: int
+        self,
+        config: RunConfig,
+        task: Task,
+        fingerprint: ModelFingerprint,
+        weights: Path,
+        version: int,
+        stop: StopRequest,
     ) -> None:
-        self._config, self._task, self._fingerprint = config, task, fingerprint
+        self._config, self._task, self._fingerprint, self._stop = config, task, fingerprint, stop
         self._directory = Path(config.output) / "rollouts"
         self.engine = LocalEngine(
             weights,
@@ -78,7 +90,7 @@ class PlayedSource:
         """See `Source`. A resumed run plays the same episodes again."""
         seed = np.random.SeedSequence([self._config.seed, iteration, dist.get_rank()]).generate_state(1)[0]
         self.engine.reseed(int(seed))
-        directory = record(self._config, self.engine, self._task, iteration, self._directory)
+        directory = record(self._config, self.engine, self._task, iteration, self._directory, self._stop)
         batch, _ = load_validated(self._config, directory, self._fingerprint, version)
         return Delivery(batch)
 

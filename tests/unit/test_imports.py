@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
     "__init__",
     "errors",
+    "files",
     "config",
     "rollouts",
     "objectives",
