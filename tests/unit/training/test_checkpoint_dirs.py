@@ -113,13 +113,18 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
     assert names(tmp_path) == [old.name] and faults(old) is None and not (old / "left over").exists()
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [4, 5]), (3, [1, 2, 4, 5]), (9, [1, 2, 4, 5])])
-def test_pruning_counts_whole_ones_and_spares_later_ones(tmp_path: Path, keep: int, left: list[int]) -> None:
-    """2 is damaged: it is not counted among those kept, and goes with what is older than them."""
+@pytest.mark.parametrize(
+    ("keep", "every", "left"),
+    [(1, 0, [5]), (2, 0, [4, 5]), (3, 0, [1, 2, 4, 5]), (9, 0, [1, 2, 4, 5]), (1, 2, [4, 5]), (1, 1, [1, 4, 5])],
+)
+def test_pruning_counts_whole_ones_and_spares_later_ones(
+    tmp_path: Path, keep: int, every: int, left: list[int]
+) -> None:
+    """2 is damaged: it is not counted among those kept, and goes with what is older than them, every 2nd or not."""
     for iteration in (1, 2, 4, 5, 8):
         write(tmp_path, iteration)
     shorten(tmp_path / "iteration_00000002" / "states" / "a")
-    checkpoint._prune(tmp_path, 5, keep)
+    checkpoint._prune(tmp_path, 5, keep, every)
     assert [int(name[-8:]) for name in names(tmp_path)] == [*left, 8]
 
 
