@@ -3,6 +3,7 @@ SHELL := /bin/bash
 
 LOCK := requirements/lock-py311.txt
 LOCK_LATEST := requirements/lock-py312.txt
+LOCK_VLLM := requirements/lock-vllm-py311.txt
 
 # Running it is the test: a version manager's stand-in may lie on PATH without the version behind it.
 find_python = $(shell for name in python$(1) python3; do \
@@ -48,15 +49,35 @@ test-unit: setup ## tests of one process
 test-dist: setup ## the whole layout matrix on up to 8 gloo ranks with real Megatron, as a table (make test runs a covering subset)
 	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" matrix
 
+.PHONY: test-hf
+test-hf: setup ## every HF family under every layout against transformers, as a table (make test runs a covering subset)
+	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" hf-matrix
+
+.PHONY: test-slurm
+test-slurm: setup ## real training on a real SLURM of four nodes on this machine: launchers, faults, requeue (make test runs the core)
+	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" slurm-all
+
 .PHONY: test-full
 test-full: setup ## every test, also the slow ones (up to an hour); what the machine lacks is skipped with a reason
-	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" lint full demo
+	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" lint full demo vllm-full
 
 .PHONY: test-latest
 test-latest: ## unit, distributed and HF tests on Python 3.12 and the newest Megatron-Core
 	@test -n "$(PYTHON_LATEST)" || { echo "Python 3.12 not found (Megatron-Core 0.19.2 needs it). Install python3.12 and python3.12-venv, or set PYTHON_LATEST=/path/to/python3.12"; exit 1; }
 	@env -u MEGATRON_RL_VENV "$(PYTHON_LATEST)" tools/environment.py install $(LOCK_LATEST)
 	@"$(PYTHON_LATEST)" tools/lanes.py --python "$(VENV_LATEST)/bin/python" unit dist hf
+
+.PHONY: setup-vllm
+setup-vllm: python ## install vLLM for CPUs beside Megatron-Core, into an environment of its own (2.4 GB)
+	@env -u MEGATRON_RL_VENV "$(PYTHON)" tools/environment.py install $(LOCK_VLLM)
+
+.PHONY: test-vllm
+test-vllm: python ## tests with a real vLLM: install, in-process engine, a server, weight updates, faults
+	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" vllm
+
+.PHONY: demo-vllm
+demo-vllm: setup-vllm ## the demo's task learned from vLLM rollouts, asynchronously (under 10 minutes on two cores)
+	@"$$("$(PYTHON)" tools/environment.py path $(LOCK_VLLM))/bin/python" examples/frozen_lake/demo_vllm.py
 
 .PHONY: clean
 clean: ## remove caches and build leftovers of this checkout (the cached environment stays)

@@ -15,6 +15,7 @@ RUNTIME = [
     "tensorboard",
     "psutil",
     "gymnasium",
+    "httpx2",
     "xxhash",
     "matplotlib",
     "numpy",

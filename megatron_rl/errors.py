@@ -76,3 +76,24 @@ class CheckpointError(MegatronRLError):
 
 class LaunchError(MegatronRLError):
     """Ranks could not be started or cannot find each other."""
+
+
+class EngineError(MegatronRLError):
+    """An inference engine did not answer, or answered something that must not be recorded."""
+
+    retriable = False
+    """Whether the same call may succeed later or elsewhere. Repeating a call never records two results."""
+
+
+class EngineUnavailableError(EngineError):
+    """No answer: a server error, a time-out, a dropped connection, or no server that holds the wanted weights."""
+
+    retriable = True
+
+
+class EngineAnswerError(EngineError):
+    """An answer without routes, with too few of them, with log-probs that are no numbers, or of another shape."""
+
+
+class EngineVersionError(EngineError):
+    """An engine holds, or sampled with, other weights than it should."""

@@ -32,6 +32,8 @@ from pathlib import Path
 
 STAMP = ".megatron_rl_environment"
 UNFINISHED = "unfinished"
+NO_DEPS = "# environment: no-deps"
+"""A line of a lock file whose packages name others that it leaves out: what it lists is installed, nothing checked."""
 
 
 def key(lock: Path) -> str:
@@ -113,7 +115,11 @@ def _fill(path: Path, lock: Path) -> None:
         sys.exit(f"{sys.executable} -m venv failed. On Debian: apt-get install python3-venv")
     # -I: PYTHONPATH and the user's site-packages must not hide a package that is missing from the lock file.
     pip = [str(path / "bin" / "python"), "-I", "-m", "pip", "--no-input", "--disable-pip-version-check"]
-    for arguments in (["install", "--quiet", "--only-binary=:all:", "-r", str(lock)], ["check"]):
+    install = ["install", "--quiet", "--only-binary=:all:", "-r", str(lock)]
+    bare = NO_DEPS in lock.read_text().splitlines()
+    # What is imported is compiled then; the rest of so large an installation never is.
+    steps = [[*install, "--no-deps", "--no-compile"]] if bare else [install, ["check"]]
+    for arguments in steps:
         if subprocess.run([*pip, *arguments]).returncode:
             sys.exit(f"pip {arguments[0]} failed for {lock}; run `make setup` again to retry")
 

@@ -40,6 +40,8 @@ class Lane:
     """Test folders given to pytest, after `commands`."""
     select: str = "not full"
     """pytest's marker expression."""
+    lock: str = ""
+    """Lock file of an environment of its own, made by `commands`; the lane runs in it."""
 
 
 DEMO_SMOKE = (
@@ -48,6 +50,10 @@ DEMO_SMOKE = (
 )  # fmt: skip
 """Every stage of the demo, too short to learn."""
 
+SLURM_INSTALL = (("bash", "tests/slurm/install.sh"),)
+VLLM_LOCK = "requirements/lock-vllm-py311.txt"
+VLLM_INSTALL = (("make", "--no-print-directory", "setup-vllm"),)
+
 LANES = (
     Lane("setup", 5, (("make", "--no-print-directory", "setup"),)),
     Lane("lint", 1, ((PYTHON, "-m", "ruff", "check", "."), (PYTHON, "-m", "ruff", "format", "--check", "."))),
@@ -55,12 +61,16 @@ LANES = (
     Lane("dist", 8, folders=("tests/dist",)),
     Lane("hf", 4, folders=("tests/hf",)),
     Lane("demo", 3, ((PYTHON, "examples/frozen_lake/demo.py", *DEMO_SMOKE),)),
-    Lane("slurm", 4, folders=("tests/slurm",)),
+    Lane("vllm", 8, VLLM_INSTALL, folders=("tests/vllm",), lock=VLLM_LOCK),
+    Lane("vllm-full", 20, VLLM_INSTALL, folders=("tests/vllm",), select="", lock=VLLM_LOCK),
+    Lane("slurm", 6, SLURM_INSTALL, folders=("tests/slurm",)),
+    Lane("slurm-all", 30, SLURM_INSTALL, folders=("tests/slurm",), select=""),
     Lane("gpu", 5, folders=("tests/gpu",)),
     Lane("matrix", 25, folders=("tests/dist",), select=""),
+    Lane("hf-matrix", 8, folders=("tests/hf",), select=""),
     Lane("full", 60, folders=("tests",), select=""),
 )
-DEFAULT = ("setup", "lint", "unit", "dist", "hf", "demo")
+DEFAULT = ("setup", "lint", "unit", "dist", "hf", "demo", "vllm", "slurm")
 
 
 @dataclass(frozen=True)
@@ -77,12 +87,22 @@ def run_lane(lane: Lane, python: str, root: Path = ROOT) -> Outcome:
     print(f"\n=== {lane.name}", flush=True)
     start = time.monotonic()
     result = NO_TESTS if lane.folders else PASSED
+    python = interpreter_of(lane.lock, root) if lane.lock else python
     for command in _commands(lane, python, root):
         left = 120 * lane.minutes - (time.monotonic() - start)
         result = _run(command, left, root)
         if result != PASSED:
             break
     return Outcome(lane, result, time.monotonic() - start)
+
+
+def interpreter_of(lock: str, root: Path = ROOT) -> str:
+    """Interpreter of the environment that `tools/environment.py` makes of a lock file; it need not be there yet."""
+    # MEGATRON_RL_VENV names the folder of the main environment only.
+    variables = {name: value for name, value in os.environ.items() if name != "MEGATRON_RL_VENV"}
+    command = [sys.executable, "tools/environment.py", "path", lock]
+    found = subprocess.run(command, cwd=root, env=variables, check=True, capture_output=True, text=True)
+    return str(Path(found.stdout.strip()) / "bin" / "python")
 
 
 def _commands(lane: Lane, python: str, root: Path) -> list[list[str]]:

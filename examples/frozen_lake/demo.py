@@ -61,12 +61,12 @@ def _run(output: Path, settings: list[str], demonstrations: int, cold_epochs: in
 
     from megatron_rl.config import load_config
     from megatron_rl.engines.tasks import make_task
-    from megatron_rl.engines.tiny import write_tiny_checkpoint
     from megatron_rl.launch.environment import ranks as join_ranks
     from megatron_rl.observe.progress import TerminalWatch
     from megatron_rl.training.loop import Loop
+    from megatron_rl.training.tiny_start import cold_start, starting_from
 
-    start = time.perf_counter()
+    began = time.perf_counter()
     config = load_config(Path(__file__).with_name("ppo.yaml"), settings)
     task = make_task(config.rollout.environment, config.rollout.environment_options)
     with join_ranks(config) as topology:
@@ -74,47 +74,24 @@ def _run(output: Path, settings: list[str], demonstrations: int, cold_epochs: in
         if first:
             shutil.rmtree(output, ignore_errors=True)
             output.mkdir(parents=True)
-            parameters = write_tiny_checkpoint(output / "tiny", task.vocabulary, seed=config.seed)
-            print(f"made a Qwen3-MoE of {parameters / 1e6:.2f} M parameters in {output / 'tiny'}", flush=True)
         dist.barrier()
-        cold = _cold_start(config, topology, task, output, demonstrations, cold_epochs)
-        trained = _with(config, cold, output / "ppo")
+        start = cold_start(config, topology, task, output, demonstrations=demonstrations, epochs=cold_epochs)
+        if first:
+            steps = f"{len(start.losses)} steps on {demonstrations} random plays"
+            print(
+                f"cold start: {steps}, loss {start.losses[0]:.2f} → {start.losses[-1]:.2f} nats per token", flush=True
+            )
+        cold = start.path
+        trained = starting_from(config, cold, output / "ppo")
         watch = TerminalWatch(output / "ppo", silent=not first)
         Loop(trained, topology, task, watch).run()
         watch.finished()
-        still = _with(config, cold, output / "control-lr0", iterations=2)
+        still = starting_from(config, cold, output / "control-lr0", iterations=2)
         still = still.model_copy(update={"optimizer": still.optimizer.model_copy(update={"lr": 0.0, "min_lr": 0.0})})
         Loop(still, topology, task, TerminalWatch(output / "control-lr0", silent=True)).run()
         results = _measure(config, task, output, cold)
         if first:
-            _report(output, watch.history, results, time.perf_counter() - start)
-
-
-def _with(config, model: Path, output: Path, **changes):
-    updates = {"model": config.model.model_copy(update={"path": str(model)}), "output": str(output), **changes}
-    return config.model_copy(update=updates)
-
-
-def _cold_start(config, topology, task, output: Path, demonstrations: int, epochs: int) -> Path:
-    """Teach the action format on random valid play; returns the HF checkpoint written."""
-    from megatron_rl.engines.episodes import random_play
-    from megatron_rl.training.agents import build_agents
-    from megatron_rl.training.cold_start import learn_demonstrations
-    from megatron_rl.training.publish import write_hf
-
-    agents = build_agents(_with(config, output / "tiny", output), topology)
-    agents.actor.config = agents.actor.config.model_copy(update={"lr": 2e-3})
-    specs = task.training_specs(1_000_000, demonstrations)
-    plays = random_play(task.make_env, specs, max_turns=config.rollout.max_turns, context_limit=512, seed=config.seed)
-    losses: list[float] = []
-    minibatches = max(1, demonstrations // 32)
-    learn_demonstrations(
-        agents, plays, epochs=epochs, minibatches=minibatches, observations=True, on_step=losses.append
-    )
-    if topology.rank == 0:
-        steps = f"{len(losses)} steps on {demonstrations} random plays"
-        print(f"cold start: {steps}, loss {losses[0]:.2f} → {losses[-1]:.2f} nats per token", flush=True)
-    return write_hf(agents.actor.model, output / "cold-start", output / "tiny")
+            _report(output, watch.history, results, time.perf_counter() - began)
 
 
 def _measure(config, task, output: Path, cold: Path) -> dict[str, float]:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
+from megatron_rl.backend import platform
 from megatron_rl.batching.layout import context_positions
 
 _BUCKET_RATIO = 1.3
@@ -36,6 +38,8 @@ class AttentionBucket:
     """int64: flat positions of [n·q] that are real queries."""
     rows: torch.Tensor
     """int64: local query row of each valid position."""
+    first: torch.Tensor
+    """int64 [n]: position of each block's first query in its segment, whose first key is key 0."""
 
 
 @dataclass
@@ -117,14 +121,15 @@ def _bucket(group, where_query, where_key, plain: bool, device) -> AttentionBuck
         None if plain else tensor(mask),
         tensor(valid),
         tensor(queries.reshape(-1)[valid]),
+        tensor(np.array([first - start for start, first, _ in group], np.int64)),
     )
 
 
 class PackedCausalAttention(torch.nn.Module):
     """Drop-in `core_attention` of Megatron's layer spec for packed micro-batches.
 
-    Forward: query [t, Hq, d], key and value [t, Hkv, d] of this context-parallel rank → [t, Hq·d]. Scores are formed
-    and normalised by `scaled_dot_product_attention`; tokens of other segments are never seen.
+    Forward: query [t, Hq, d], key [t, Hkv, d] and value [t, Hkv, e] of this context-parallel rank → [t, Hq·e]. Scores
+    are formed and normalised by `scaled_dot_product_attention`; tokens of other segments are never seen.
     """
 
     def __init__(
@@ -132,12 +137,13 @@ class PackedCausalAttention(torch.nn.Module):
     ):
         super().__init__()
         self.scale, self.group = softmax_scale, pg_collection.cp
+        self.window = self.softmax_offset = None
 
     def forward(self, query, key, value, attention_mask=None, *, packed_seq_params: PackedAttentionParams, **_):
         """See the class."""
         if self.group.size() > 1:
-            gathered = gather_from_sequence_parallel_region(torch.stack((key, value), 1), group=self.group)
-            key, value = gathered[:, 0], gathered[:, 1]
+            gathered = gather_from_sequence_parallel_region(torch.cat((key, value), 2), group=self.group)
+            key, value = gathered.split((key.shape[2], value.shape[2]), 2)
         outputs = [self._attend(query, key, value, bucket) for bucket in packed_seq_params.plan]
         rows = torch.cat([bucket.rows for bucket in packed_seq_params.plan])
         order = torch.empty_like(rows)
@@ -150,7 +156,51 @@ class PackedCausalAttention(torch.nn.Module):
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        mask = bucket.mask
+        if self.window is not None or self.softmax_offset is not None:
+            mask = self._mask(bucket, q.shape[2], k.shape[2])
+            if self.softmax_offset is not None:
+                # The sink is a key without direction and a value of nothing: its logit is the mask's entry alone.
+                k, v = (torch.cat((x, torch.zeros_like(x[:, :, :1])), 2) for x in (k, v))
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=bucket.mask, is_causal=bucket.mask is None, scale=self.scale
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale
         )
         return out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.valid)
+
+    def _mask(self, bucket: AttentionBucket, queries: int, keys: int) -> torch.Tensor:
+        """Additive mask [n, 1 or H, queries, keys (+ 1 with sinks)]: a token sees itself and `window` before it."""
+        at = torch.arange(keys, device=bucket.first.device)
+        # Padding queries stand at the last key, so that no row is empty.
+        position = (bucket.first[:, None] + torch.arange(queries, device=at.device)).clamp(max=keys - 1)[:, :, None]
+        seen = at <= position
+        if self.window is not None:
+            seen = seen & (at >= position - self.window)
+        dtype = torch.float32 if self.softmax_offset is None else self.softmax_offset.dtype
+        mask = torch.where(seen, 0.0, -torch.inf).to(dtype)[:, None]
+        if self.softmax_offset is None:
+            return mask
+        shape = (len(mask), len(self.softmax_offset), queries)
+        return torch.cat((mask.expand(*shape, keys), self.softmax_offset[None, :, None, None].expand(*shape, 1)), 3)
+
+
+class SinkAttention(PackedCausalAttention):
+    """The same with sliding windows and sinks (gpt-oss).
+
+    Layers of Megatron's `window_size` see that many tokens back. With `softmax_type="learnable"` a learned logit per
+    head, `softmax_offset` [heads / TP], takes its share of every softmax.
+    """
+
+    def __init__(self, config, layer_number, *args, pg_collection=None, **kwargs):
+        super().__init__(config, layer_number, *args, pg_collection=pg_collection, **kwargs)
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] if windowed else None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            offset = torch.zeros(heads, dtype=config.params_dtype, device=platform.device_of_new_parameters(config))
+            self.softmax_offset = torch.nn.Parameter(offset)
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """Sinks are cut over tensor-parallel ranks with their heads."""
+        states, cut = self.state_dict(keep_vars=True), {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(states, prefix, cut, sharded_offsets)

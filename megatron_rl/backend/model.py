@@ -9,37 +9,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from megatron.core.activations import quick_gelu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_rl.backend import platform
-from megatron_rl.backend.attention import PackedCausalAttention
+from megatron_rl.backend.layers import layer_spec, own_expert_outputs
 from megatron_rl.backend.logprobs import KeepHidden, ValueHead
 from megatron_rl.backend.replay import RouteRegistry
+from megatron_rl.backend.routing import group_limited
 from megatron_rl.backend.topology import Topology, check_model_fits
 from megatron_rl.config import ParallelConfig, PerformanceConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.hf.config import HFModelConfig
 
 Role = Literal["policy", "value"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class SequenceParallelRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with the mark by which Megatron sums its gradient over sequence shards.
-
-    Megatron's wrapper of the torch norm refuses sequence parallelism, which MoE layers need at TP > 1; on a sequence
-    shard the plain norm is right, and only the mark is missing.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
-        super().__init__(
-            hidden_size, eps=eps, dtype=config.params_dtype, device=platform.device_of_new_parameters(config)
-        )
-        self.weight.sequence_parallel = config.sequence_parallel
 
 
 class ReleasableDataParallel(DistributedDataParallel):
@@ -118,9 +105,33 @@ def transformer_config(
         layers=hf.num_layers,
         ffn=hf.moe_ffn_size,
     )
-    return TransformerConfig(
-        **_shape(hf), **_layout(parallel, hf), **_numerics(dtype, performance, meta), **_recompute(parallel)
-    )
+    _check_widths(hf, parallel)
+    kind = TransformerConfig if hf.latent is None else MLATransformerConfig
+    numerics = _numerics(dtype, performance, meta)
+    config = kind(**_shape(hf), **_layout(parallel, hf), **(numerics | _latent(hf)), **_recompute(parallel))
+    for name, value in _stretched_rotary(hf).items():
+        setattr(config, name, value)
+    return config
+
+
+def _check_widths(hf: HFModelConfig, parallel: ParallelConfig) -> None:
+    dense = hf.ffn_size if len(hf.moe_layers) < hf.num_layers else 0
+    for what, width in (("dense intermediate width", dense), ("shared expert's width", hf.shared_ffn_size)):
+        if width % parallel.tensor:
+            raise ConfigError(
+                f"the {what} does not divide over parallel.tensor",
+                found=f"{width} over {parallel.tensor}",
+                expected="a divisor",
+                setting="parallel.tensor",
+            )
+
+    if hf.linear_bias and parallel.expert_tensor > 1:
+        raise ConfigError(
+            "experts with biases cannot be cut by Megatron-Core",
+            found=f"{hf.model_type} over {parallel.expert_tensor}",
+            expected="1",
+            setting="parallel.expert_tensor",
+        )
 
 
 def _shape(hf: HFModelConfig) -> dict:
@@ -133,28 +144,83 @@ def _shape(hf: HFModelConfig) -> dict:
         ffn_hidden_size=hf.ffn_size,
         layernorm_epsilon=hf.rms_norm_eps,
         normalization="RMSNorm",
-        qk_layernorm=True,
+        qk_layernorm=hf.has_qk_norm or hf.latent is not None,
+        add_qkv_bias=hf.qkv_bias,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
+        activation_func=torch.nn.functional.silu if hf.clamp is None else quick_gelu,
+        activation_func_clamp_value=None if hf.clamp is None else hf.clamp.limit,
+        glu_linear_offset=0.0 if hf.clamp is None else 1.0,
+        add_bias_linear=hf.linear_bias,
+        softmax_type="learnable" if hf.sinks else "vanilla",
+        window_size=None if hf.window is None else (hf.window.size - 1, 0),
+        window_attn_skip_freq=None if hf.window is None else [int(i in hf.window.layers) for i in range(hf.num_layers)],
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
-    if hf.moe_layers:
-        shape.update(
-            num_moe_experts=hf.num_experts,
-            moe_router_topk=hf.topk,
-            moe_ffn_hidden_size=hf.moe_ffn_size,
-            moe_layer_freq=[int(i in hf.moe_layers) for i in range(hf.num_layers)],
-            moe_router_score_function="softmax",
-            # Softmax after the top-k renormalises over the chosen; before it keeps the raw shares.
-            moe_router_pre_softmax=not hf.norm_topk_prob,
-            moe_router_dtype="fp32",
-            # Router losses are ours (backend/replay.py): Megatron's are products of means per micro-batch.
-            moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
-        )
-    return shape
+    return shape | _experts(hf) if hf.moe_layers else shape
+
+
+def _experts(hf: HFModelConfig) -> dict:
+    sigmoid = hf.router.score == "sigmoid"
+    return dict(
+        num_moe_experts=hf.num_experts,
+        moe_router_topk=hf.topk,
+        moe_ffn_hidden_size=hf.moe_ffn_size,
+        moe_layer_freq=[int(i in hf.moe_layers) for i in range(hf.num_layers)],
+        moe_router_score_function=hf.router.score,
+        # Softmax after the top-k renormalises over the chosen; before it keeps the raw shares.
+        moe_router_pre_softmax=sigmoid or not hf.norm_topk_prob,
+        moe_router_topk_scaling_factor=None if hf.router.scaling == 1 else hf.router.scaling,
+        moe_router_dtype="fp32",
+        moe_router_enable_expert_bias=hf.has_expert_bias,
+        # The bias answers to the load of native routing, which replay replaces: it stays as imported.
+        moe_router_bias_update_rate=0.0,
+        moe_shared_expert_intermediate_size=hf.shared_ffn_size or None,
+        moe_shared_expert_gate=hf.shared_gate,
+        # Router losses are ours (backend/replay.py): Megatron's are products of means per micro-batch.
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+    )
+
+
+def _latent(hf: HFModelConfig) -> dict:
+    if hf.latent is None:
+        return {}
+    rotary = hf.rotary
+    stretched = dict(
+        rotary_scaling_factor=rotary.factor,
+        original_max_position_embeddings=rotary.original_positions,
+        beta_fast=rotary.beta_fast,
+        beta_slow=rotary.beta_slow,
+    )
+    return dict(
+        q_lora_rank=hf.latent.q_rank,
+        kv_lora_rank=hf.latent.kv_rank,
+        qk_head_dim=hf.latent.plain_dim,
+        qk_pos_emb_head_dim=hf.latent.rope_dim,
+        v_head_dim=hf.latent.value_dim,
+        rotary_base=hf.rope_theta,
+        rope_type="yarn" if rotary.kind == "yarn" else "rope",
+        mscale=rotary.mscale,
+        mscale_all_dim=rotary.mscale_all_dim,
+        apply_rope_fusion=False,
+        **(stretched if rotary.kind == "yarn" else {}),
+    )
+
+
+def _stretched_rotary(hf: HFModelConfig) -> dict:
+    """What Megatron reads from its configuration for YaRN outside latent attention, though it has no fields for it."""
+    if hf.latent is not None or hf.rotary.kind != "yarn":
+        return {}
+    return dict(
+        yarn_rotary_scaling_factor=hf.rotary.factor,
+        yarn_original_max_position_embeddings=hf.rotary.original_positions,
+        yarn_beta_fast=hf.rotary.beta_fast,
+        yarn_beta_slow=hf.rotary.beta_slow,
+        yarn_mscale=hf.rotary.mscale,
+        yarn_mscale_all_dim=hf.rotary.mscale_all_dim,
+        yarn_correction_range_round_to_int=hf.rotary.whole_dimensions,
+    )
 
 
 def _layout(parallel: ParallelConfig, hf: HFModelConfig) -> dict:
@@ -210,21 +276,6 @@ def _recompute(parallel: ParallelConfig) -> dict:
     return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Layers of one chunk: Transformer Engine's where it is installed, else Megatron's local ones with our norm and
-    attention."""
-    if config.transformer_impl == "transformer_engine":
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
-    spec.layer_norm = SequenceParallelRMSNorm
-    for layer in spec.layer_specs:
-        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = SequenceParallelRMSNorm
-        attention.core_attention = PackedCausalAttention
-        attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
-    return spec
-
-
 def padded_vocab(hf: HFModelConfig, parallel: ParallelConfig, multiple: int) -> int:
     """Vocabulary rows after padding to `multiple`·TP."""
     unit = multiple * parallel.tensor
@@ -238,23 +289,33 @@ def build_chunks(
     vocab = padded_vocab(hf, topology.config, vocab_multiple)
     stages = range(topology.config.virtual_pipeline) if topology.config.virtual_pipeline > 1 else [None]
     with platform.on_meta() if config.init_model_with_meta_device else contextlib.nullcontext():
-        return [_build_chunk(hf, config, topology, role, vocab, vp) for vp in stages]
+        chunks = [_build_chunk(hf, config, topology, role, vocab, vp) for vp in stages]
+    if hf.qk_norm == "all":
+        # Megatron builds norms of queries and keys by this setting, and sums their gradients over tensor-parallel ranks
+        # by it and by name: norms over all heads are cut over those ranks instead (backend/layers.py).
+        config.qk_layernorm = False
+    return chunks
 
 
 def _build_chunk(hf, config, topology: Topology, role: Role, vocab: int, vp: int | None) -> GPTModel:
     last_vp = vp is None or vp == topology.config.virtual_pipeline - 1
     chunk = GPTModel(
         config,
-        layer_spec(config, vp),
+        layer_spec(hf, config, vp),
         vocab_size=vocab,
         max_sequence_length=hf.max_positions,
         pre_process=topology.first_stage and not vp,
         post_process=topology.last_stage and last_vp,
         share_embeddings_and_output_weights=role == "policy" and hf.tied_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type="yarn" if _stretched_rotary(hf) else "rope",
         rotary_base=hf.rope_theta,
+        rotary_percent=hf.rotary.fraction,
+        rope_scaling=hf.rotary.kind == "llama3",
+        rope_scaling_factor=hf.rotary.factor,
         vp_stage=vp,
     )
+    if hf.linear_bias:
+        own_expert_outputs(chunk)
     if chunk.post_process:
         chunk.output_layer = (
             KeepHidden(chunk.output_layer)
@@ -274,11 +335,13 @@ def _mark_experts(chunk: GPTModel) -> None:
 
     Megatron does so only when EP > 1. With EP = 1 and expert-TP ≠ TP it would leave out the sum over tensor-parallel
     ranks, each of which saw other tokens. Marking always also keeps one optimizer structure (dense, then experts) in
-    every layout, so that checkpoints reshard to and from EP = 1.
+    every layout, so that checkpoints reshard to and from EP = 1. An expert's bias also bears the mark of sequence
+    parallelism, by which Megatron would add up the gradients of different experts' biases over tensor-parallel ranks.
     """
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
+            parameter.sequence_parallel = False
 
 
 def build_model(
@@ -301,8 +364,11 @@ def build_model(
     bare = [chunk.to(platform.device()) for chunk in bare]
     for chunk in bare:
         _mark_experts(chunk)
-    registry = RouteRegistry(bare)
+    registry = RouteRegistry(bare, group_limited(hf.router.groups) if hf.router.groups else None)
     wrapped = [Float16Module(config, chunk) for chunk in bare] if config.bf16 else bare
+    for handle in registry.handles:
+        # Float16Module casts buffers too; the bias decides near ties and is stored in float32.
+        handle.router._maintain_float32_expert_bias()
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,

@@ -28,7 +28,8 @@ class Place:
     expert: int | None
     """Global, 0-based."""
     split: Split
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
+    """A parameter, or a buffer that checkpoints hold."""
 
     @property
     def shared(self) -> bool:
@@ -42,14 +43,28 @@ def places(model: Model) -> Iterator[Place]:
     Raises:
         CheckpointError: a parameter the family's table does not know.
     """
-    hf = model.hf
-    first_expert = hf.num_experts // model.topology.config.expert * model.topology.ep_rank if hf.moe_layers else 0
     for chunk in model.bare:
         for name, parameter in chunk.named_parameters():
-            parsed = parse_parameter_name(name, value_head=model.role == "value")
-            layer = None if parsed.layer is None else chunk.decoder.layers[parsed.layer].layer_number - 1
-            expert = None if parsed.expert is None else first_expert + parsed.expert
-            yield Place(parsed.canonical, layer, expert, rule_for(hf, parsed.canonical).split, parameter)
+            yield _place(model, chunk, name, parameter)
+
+
+def stored_places(model: Model) -> Iterator[Place]:
+    """`places`, and the buffers that checkpoints hold: the routers' expert biases, which no optimizer sees."""
+    yield from places(model)
+    for chunk in model.bare:
+        for name, buffer in chunk.named_buffers():
+            if name.endswith(".router.expert_bias"):
+                yield _place(model, chunk, name, buffer)
+
+
+def _place(model: Model, chunk: torch.nn.Module, name: str, tensor: torch.Tensor) -> Place:
+    hf = model.hf
+    parsed = parse_parameter_name(name, value_head=model.role == "value")
+    layer = None if parsed.layer is None else chunk.decoder.layers[parsed.layer].layer_number - 1
+    expert = parsed.expert
+    if expert is not None:
+        expert += hf.num_experts // model.topology.config.expert * model.topology.ep_rank
+    return Place(parsed.canonical, layer, expert, rule_for(hf, parsed.canonical).split, tensor)
 
 
 def reference(model: Model, place: Place) -> ParamRef:

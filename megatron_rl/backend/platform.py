@@ -7,12 +7,14 @@ The patches, each with its reason and when it can go:
 
 * `torch.cuda.*` answers: Megatron asks for the current device, streams and RNG state in many places. Until it has a
   device abstraction.
-* `torch` as `megatron.core` sees it: `device="cuda"` literals in schedules and gradient clipping. Only the modules of
-  Megatron see the proxy, and unlike a `TorchFunctionMode` it also reaches recompute on autograd's threads. Until the
-  same.
+* `torch` as `megatron.core` sees it: `device="cuda"` literals in schedules and gradient clipping, pinned memory in
+  rotary embeddings. Only the modules of Megatron see the proxy, and unlike a `TorchFunctionMode` it also reaches
+  recompute on autograd's threads. Until the same.
 * `Tensor.type()` as `megatron.core.optimizer` sees it: optimizers sort parameters by `torch.cuda.FloatTensor`. The
   same.
 * `te_general_gemm`: 0.16.1 uses the name without defining it where Transformer Engine is absent. Until 0.17.
+* `HAVE_TE` of latent attention: its module takes stand-ins for Transformer Engine's classes for the real ones and asks
+  `isinstance` of them. Until Megatron's stand-ins are classes.
 * `maybe_move_tensor_to_cpu`: split sizes stay tensors unless they were on CUDA, and gloo's all-to-all wants integers.
   Until Megatron has a CPU path.
 * gloo's `scatter` reads non-contiguous inputs as if contiguous: silent corruption. Until fixed in torch.
@@ -125,6 +127,7 @@ def install() -> None:
     if not on_gpu():
         _answer_cuda_questions()
     _define_missing_gemm()
+    _correct_latent_attention()
     if not on_gpu():
         _import_megatron()
         _show_megatron_a_cpu_torch()
@@ -190,6 +193,13 @@ def _define_missing_gemm() -> None:
         moe_utils.te_general_gemm = None
 
 
+def _correct_latent_attention() -> None:
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
+
+
 def _import_megatron() -> None:
     """Import what we use, so that every module that will run is there to be given the proxy."""
     for name in (
@@ -226,6 +236,7 @@ def _cpu_factory(factory):
     def make(*args, **kwargs):
         if "device" in kwargs:
             kwargs["device"] = _on_cpu(kwargs["device"])
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return make

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron_rl.backend.routing import Choice
 from megatron_rl.errors import ConfigError, RouteError
 
 MISSING = -1
@@ -84,7 +85,10 @@ class RouterHandle:
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
         """The interface Megatron's top-k asks: (scores at the chosen ids, the ids [t, k])."""
-        values, native = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.registry.choose is None:
+            values, native = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        else:
+            values, native = self.registry.choose(scores, topk)
         rows = self._rows
         if rows is None:
             return values, native
@@ -160,9 +164,11 @@ class RouteRegistry:
 
     Args:
         chunks: unwrapped model chunks of this rank.
+        choose: the model's own top-k, where Megatron's is another.
     """
 
-    def __init__(self, chunks: list[torch.nn.Module]) -> None:
+    def __init__(self, chunks: list[torch.nn.Module], choose: Choice | None = None) -> None:
+        self.choose = choose
         self.handles: list[RouterHandle] = []
         self._of_chunk: list[list[RouterHandle]] = []
         for chunk in chunks:

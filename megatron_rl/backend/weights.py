@@ -10,11 +10,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from megatron_rl.backend.model import Model
-from megatron_rl.backend.parameters import Place, places, reference
+from megatron_rl.backend.parameters import Place, reference, stored_places
+from megatron_rl.hf.ahead import ahead
 from megatron_rl.hf.config import HFModelConfig
-from megatron_rl.hf.exporter import join_shards, split_full
+from megatron_rl.hf.exporter import ExpertStacks, join_shards
 from megatron_rl.hf.importer import load_shard, needs_initialisation
-from megatron_rl.hf.reader import SafetensorsReader
+from megatron_rl.hf.quantised import open_checkpoint
+from megatron_rl.hf.table import KEPT_DTYPE
+from megatron_rl.hf.value_head import check_head_bias
 
 
 @torch.no_grad()
@@ -30,12 +33,17 @@ def import_hf(model: Model, path: str, source: HFModelConfig, *, head_seed: int 
     Raises:
         CheckpointError: a tensor is missing, misshapen or non-finite.
     """
-    reader = SafetensorsReader(path)
-    for place in places(model):
+    reader = open_checkpoint(path)
+    check_head_bias(reader, source)
+    stored = []
+    for place in stored_places(model):
         if needs_initialisation(source, place.canonical):
             _fresh_head(place.parameter, head_seed)
         else:
-            place.parameter.copy_(load_shard(reader, source, reference(model, place)))
+            stored.append(place)
+    shards = ahead(load_shard(reader, source, reference(model, place)) for place in stored)
+    for place, shard in zip(stored, shards, strict=True):
+        place.parameter.copy_(shard)
 
 
 def _fresh_head(weight: torch.Tensor, seed: int | None) -> None:
@@ -57,10 +65,10 @@ def export_hf(model: Model, *, dtype: torch.dtype | None = None) -> Iterator[tup
 
     Args:
         model: the live model.
-        dtype: cast to this on the way; None: as trained.
+        dtype: cast to this on the way, except `KEPT_DTYPE`; None: as trained.
     """
-    local = {_key(model, place): place for place in places(model) if not place.shared}
-    owners = _owners(model, list(local))
+    local = {_key(model, place): place for place in stored_places(model) if not place.shared}
+    owners, stacks = _owners(model, local), ExpertStacks(model.hf)
     for key, (stage, shape, parameter_dtype, split) in sorted(owners.items()):
         tensor = _from_stage(model, local.get(key), stage, shape, parameter_dtype)
         canonical, layer, position = key
@@ -71,10 +79,8 @@ def export_hf(model: Model, *, dtype: torch.dtype | None = None) -> Iterator[tup
         gathered = _all_gather(full, mpu.get_expert_model_parallel_group()) if is_expert else [full]
         for rank, part in enumerate(gathered):
             expert = rank * per_rank + position if is_expert else None
-            for name, piece in split_full(
-                canonical, part, model.hf, layer=layer if layer >= 0 else None, expert=expert
-            ):
-                yield name, piece if dtype is None else piece.to(dtype)
+            for name, piece in stacks.split(canonical, part, layer=layer if layer >= 0 else None, expert=expert):
+                yield name, piece if dtype is None or canonical in KEPT_DTYPE else piece.to(dtype)
 
 
 def _key(model: Model, place: Place) -> Key:
@@ -83,13 +89,15 @@ def _key(model: Model, place: Place) -> Key:
     return (place.canonical, -1 if place.layer is None else place.layer, position)
 
 
-def _owners(model: Model, mine: list[Key]) -> dict:
+def _owners(model: Model, mine: dict[Key, Place]) -> dict:
     """Key → (pipeline stage that holds it, local shape, dtype, split)."""
     local = {
-        _key(model, p): (tuple(p.parameter.shape), p.parameter.dtype, p.split) for p in places(model) if not p.shared
+        _key(model, p): (tuple(p.parameter.shape), p.parameter.dtype, p.split)
+        for p in stored_places(model)
+        if not p.shared
     }
     found: list[dict | None] = [None] * model.topology.pp_group.size()
-    dist.all_gather_object(found, {key: local[key] for key in mine}, group=model.topology.pp_group)
+    dist.all_gather_object(found, local, group=model.topology.pp_group)
     return {key: (stage, *entry) for stage, entries in enumerate(found) for key, entry in entries.items()}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +15,39 @@ from megatron_rl.config.run import RunConfig
 from megatron_rl.errors import ConfigError
 
 
-def load_config(path: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """Read a YAML file and dotted overrides into a RunConfig.
+def load_config(path: str | Path | Sequence[str | Path] | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read YAML files and dotted overrides into a RunConfig. What comes later wins, key by key.
 
     Args:
-        path: YAML file, or None for defaults only.
-        overrides: ``key.sub=value`` strings, applied last.
+        path: YAML file, several (a task, then a recipe), or None for defaults only.
+        overrides: ``key.sub=value`` strings, applied last; an entry that names a YAML file is a further file.
 
     Raises:
         ConfigError: unreadable file, unknown key, or value of a wrong type; names the key, what was found and expected.
     """
-    try:
-        base = OmegaConf.load(path) if path is not None else OmegaConf.create({})
-        merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
+    files = [] if path is None else [path] if isinstance(path, (str, Path)) else list(path)
+    files += [entry for entry in overrides if _is_file(entry)]
+    merged = OmegaConf.create({})
+    for file in files:
+        with _readable(file):
+            merged = OmegaConf.merge(merged, OmegaConf.load(file))
+    last = files[-1] if files else None
+    with _readable(last):
+        merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([e for e in overrides if not _is_file(e)]))
         plain = OmegaConf.to_container(merged, resolve=True)
+    return parse_config(plain, file=last if len(files) < 2 else " + ".join(map(str, files)))
+
+
+def _is_file(entry: str) -> bool:
+    return "=" not in entry and entry.endswith((".yaml", ".yml"))
+
+
+@contextlib.contextmanager
+def _readable(file: str | Path | None) -> Iterator[None]:
+    try:
+        yield
     except (OSError, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError("the configuration cannot be read", file=path, found=error) from error
-    return parse_config(plain, file=path)
+        raise ConfigError("the configuration cannot be read", file=file, found=error) from error
 
 
 def parse_config(plain: Any, file: str | Path | None = None) -> RunConfig:

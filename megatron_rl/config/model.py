@@ -20,6 +20,8 @@ class ModelConfig(Section):
     """Computation dtype; bfloat16 keeps float32 main weights in the optimizer."""
     vocab_multiple: int = Field(1, ge=1)
     """The vocabulary is padded to a multiple of this and of the tensor-parallel size."""
+    mtp: Literal["drop", "keep"] = "drop"
+    """Multi-token-prediction layers, which are not trained: exports leave them out, or copy them from `path`."""
 
 
 class ParallelConfig(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_rl.config.section import Section
 
@@ -28,6 +28,66 @@ class RolloutConfig(Section):
     """Refuse a batch with a bad trajectory, or set the trajectory aside."""
     engine_dtype: Literal["float32", "bfloat16"] | None = None
     """Precision of the embedded engine; null: that of the model."""
+    mode: Literal["sync", "one_step_off", "async"] = "sync"
+    """When episodes are played: on demand, during the update before theirs, or up to `max_staleness` versions ahead."""
+    engine: Literal["embedded", "vllm", "vllm_http"] = "embedded"
+    """Who generates: the embedded engine, a vLLM inside the rollout process, or vLLM servers."""
+    servers: tuple[str, ...] = ()
+    """Addresses of vLLM servers, for instance `http://node7:8000`; none: the rollout process starts one itself."""
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to vLLM: fields of `engines.vllm.options.VllmOptions`."""
+    max_staleness: int = Field(1, ge=0)
+    """Versions between the weights that sampled a trajectory's oldest token and those it trains; for mode `async`."""
+    stragglers: Literal["drop", "deliver"] = "drop"
+    """Trajectories that took longer than `max_staleness` allows: left out, or left to `algorithm.staleness_rule`."""
+    complete_groups: bool = True
+    """An iteration takes whole groups only; false: the next finished trajectories, whoever they are (SAO)."""
+    concurrency: int = Field(64, ge=1)
+    """Episodes that the rollout process has in flight."""
+    episode_timeout: float = Field(3600.0, gt=0)
+    """Seconds after which the rollout process ends an episode as aborted."""
+    step_timeout: float = Field(300.0, gt=0)
+    """Seconds an environment may take for one step in the rollout process."""
+    shard_episodes: int = Field(16, ge=1)
+    """Finished episodes after which the rollout process writes a shard."""
+    shard_seconds: float = Field(1.0, gt=0)
+    """Seconds after which it writes the episodes it has."""
+    external: bool = False
+    """The rollout process is started by others (another SLURM component), not by the trainer's first rank."""
+    colocated: bool = False
+    """Trainer and rollout process share their GPUs: the engine sleeps while the trainer works, and the reverse."""
+    restarts: int = Field(3, ge=0)
+    """How often the trainer starts a rollout process of its own again after it died."""
+    start_timeout: float = Field(900.0, gt=0)
+    """Seconds the rollout process may take to give its first sign of life."""
+    heartbeat_timeout: float = Field(60.0, gt=0)
+    """Seconds without a sign of life after which the rollout process counts as dead."""
+    trainer_timeout: float = Field(0.0, ge=0)
+    """Seconds without progress of the trainer after which the rollout process gives up; 0: it waits."""
+    disk_patience: float = Field(600.0, ge=0)
+    """Seconds the rollout process goes on trying to write a shard that the disk refuses."""
+    recorded: str = ""
+    """Directory of recorded rollouts to train on instead of playing: a run directory, or one of shards."""
+
+    @property
+    def staleness(self) -> int:
+        """Versions that playing may run ahead of training."""
+        return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.mode]
+
+    @property
+    def has_process(self) -> bool:
+        """Whether a rollout process plays, not the trainer's own ranks."""
+        return not self.recorded and (self.mode != "sync" or self.engine != "embedded" or self.colocated)
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> RolloutConfig:
+        if self.colocated and self.staleness:
+            raise ValueError("colocated engine and trainer take turns: set mode to sync, or colocated to false")
+        if self.colocated and self.engine != "embedded":
+            raise ValueError("vLLM cannot leave its device: set colocated to false and give it devices of its own")
+        if self.servers and self.engine != "vllm_http":
+            raise ValueError("servers are for engine 'vllm_http': set engine to vllm_http, or servers to []")
+        return self
 
 
 class GateConfig(Section):

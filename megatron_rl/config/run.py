@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from megatron_rl.config.algorithm import AlgorithmConfig, OptimizerConfig
 from megatron_rl.config.model import BatchingConfig, ModelConfig, ParallelConfig, PerformanceConfig, ReplayConfig
+from megatron_rl.config.refusals import single_responses
 from megatron_rl.config.rollout import GateConfig, RolloutConfig
 from megatron_rl.config.section import Section
 
@@ -60,6 +61,18 @@ class RunConfig(Section):
     """The step-0 gate."""
 
     @model_validator(mode="after")
+    def _asynchronous_anchor_is_chosen(self) -> RunConfig:
+        # Which policy the ratio is taken to decides what stale data means: nobody should get one without asking.
+        if self.rollout.staleness and "anchor" not in self.algorithm.model_fields_set:
+            raise ValueError(
+                f"asynchronous rollouts (rollout.mode={self.rollout.mode}) need an explicit anchor: set algorithm.anchor "
+                "to ewma, recompute or behaviour"
+            )
+        if self.rollout.colocated and not self.parallel.phase_offload:
+            raise ValueError("rollout.colocated needs parallel.phase_offload: the engine could not get the memory")
+        return self
+
+    @model_validator(mode="after")
     def _no_contradiction(self) -> RunConfig:
         fast, ewma = self.performance, self.algorithm.anchor == "ewma"
         refused = {
@@ -70,6 +83,8 @@ class RunConfig(Section):
             "performance.overlap_param_gather": ewma and fast.overlap_param_gather,
             "performance.optimizer_cpu_offload": ewma and fast.optimizer_cpu_offload,
         }
+        if reason := single_responses(self.algorithm, self.rollout.environment_options):
+            raise ValueError(reason)
         bad = [name for name, on in refused.items() if on]
         if bad:
             raise ValueError(

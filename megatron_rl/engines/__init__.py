@@ -24,6 +24,8 @@ class Generation:
     """uint8 or uint16 [L, P + n - 1, k]: experts used for every fed token, prompt included; None: not recorded."""
     version: int
     """Weight version that sampled all n tokens."""
+    interrupted: bool = False
+    """An update of the weights ended the call early: the action goes on with a call on prompt + tokens."""
 
 
 class TokenEngine(Protocol):
@@ -33,4 +35,23 @@ class TokenEngine(Protocol):
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_tokens: Sequence[int], greedy: bool = False
     ) -> list[Generation]:
         """Continue B prompts; each result belongs to the prompt at the same place."""
+        ...
+
+
+class AsyncTokenEngine(Protocol):
+    """The one call that the concurrent episode player needs from an engine: many may be awaited at once."""
+
+    async def agenerate(
+        self, prompt: Sequence[int], max_new_tokens: int, stop_tokens: Sequence[int], greedy: bool = False
+    ) -> Generation:
+        """Continue one prompt.
+
+        Returns:
+            A generation sampled by one weight version. `interrupted`: fewer tokens than asked for and no stop token,
+            because the weights changed; never empty.
+
+        Raises:
+            EngineError: no usable answer after the engine's own attempts; `retriable` says whether another call may
+                succeed.
+        """
         ...

@@ -110,11 +110,23 @@ class StepResult:
     truncated: bool
     """The environment cut the episode short, for instance by a time limit of its own."""
     info: dict[str, Any] = field(default_factory=dict)
-    """`invalid` (bool): the action could not be read. `success` (bool): the task is solved."""
+    """`invalid` (bool): the action could not be read. `success` (bool): the task is solved. `outcome` (str, of the step
+    that ends the episode): the outcome code to record, for instance ``finished`` after an explicit last action."""
+
+
+class ToolError(Exception):
+    """Raised by `step` when the action broke a tool beyond repair: the episode ends with the outcome `tool_error`.
+
+    Such an episode may be trained on, the policy having caused it. Any other exception is an `environment_error`, which
+    may not.
+    """
 
 
 class TextEnvironment(Protocol):
-    """One episode at a time, token ids in and out."""
+    """One episode at a time, token ids in and out.
+
+    Where it has a method `close`, players call it once the episode is over.
+    """
 
     stop_tokens: Sequence[int]
     """Any of them ends an action."""
@@ -130,6 +142,13 @@ class TextEnvironment(Protocol):
     def valid_actions(self) -> list[list[int]]:
         """Every action that can be read now, as tokens."""
         ...
+
+
+def close_environment(env: TextEnvironment | None) -> None:
+    """Call `close` of an environment that has one."""
+    close = getattr(env, "close", None)
+    if close is not None:
+        close()
 
 
 class GymTextEnvironment(ABC):

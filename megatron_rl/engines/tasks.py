@@ -19,6 +19,8 @@ from megatron_rl.engines.environments import (
     random_lake,
 )
 from megatron_rl.engines.episodes import EpisodeSpec
+from megatron_rl.engines.prompts import PromptsTask
+from megatron_rl.engines.sokoban import SokobanTask
 from megatron_rl.errors import ConfigError
 
 
@@ -115,7 +117,7 @@ def _spec(name: str, lake: tuple[str, ...]) -> EpisodeSpec:
     return EpisodeSpec(name, prompt_id=key, group_id=key, seed=0, options={"map": lake})
 
 
-TASKS: dict[str, type] = {"frozen_lake": FrozenLakeTask}
+TASKS: dict[str, type] = {"frozen_lake": FrozenLakeTask, "prompts": PromptsTask, "sokoban": SokobanTask}
 
 
 def make_task(name: str, options: Mapping[str, Any]) -> Task:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,12 +13,17 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.config import HFModelConfig
 from megatron_rl.hf.importer import read_tensor, stored_as
 from megatron_rl.hf.inventory import HFTensor, hf_tensors, is_stored, model_parameters, rule_for
+from megatron_rl.hf.mtp import dropped_note, mtp_names
 from megatron_rl.hf.reader import SafetensorsReader
+from megatron_rl.hf.scan import count_non_finite, extremes
+from megatron_rl.hf.value_head import is_zero_head_bias
 
-Kind = Literal["missing", "unexpected", "duplicate", "shape", "non_finite", "constant", "tied"]
+Kind = Literal["missing", "unexpected", "duplicate", "shape", "non_finite", "constant", "tied", "experts", "setting"]
 """* `missing`, `unexpected`, `duplicate`: names against the model's; `shape`: against the model's sizes.
 * `non_finite`: NaN or infinity. `constant`: all entries equal, which neither training nor initialisation leaves.
-* `tied`: the configuration ties embeddings, yet an output layer with other values is present."""
+* `tied`: the configuration ties embeddings, yet an output layer with other values is present.
+* `experts`: a layer holds fewer whole experts than the model has.
+* `setting`: two configurations that should describe one model differ."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class AuditReport:
 
     problems: tuple[Problem, ...]
     tensors: int
+    notes: tuple[str, ...] = ()
+    """What is left out on purpose, a line each."""
 
     def of(self, kind: Kind) -> list[str]:
         """Names of the tensors with a fault of one kind."""
@@ -59,7 +66,7 @@ class AuditReport:
 
 
 class Audit:
-    """Counts tensors by per-expert HF name as they stream by."""
+    """Counts tensors as they stream by, under the names exports write."""
 
     def __init__(self, config: HFModelConfig) -> None:
         self._expected: dict[str, tuple[int, ...]] = {}
@@ -67,9 +74,10 @@ class Audit:
         for rule, layer, expert in model_parameters(config):
             if is_stored(config, rule):
                 for tensor in hf_tensors(config, rule, layer, expert):
-                    self._expected[tensor.name] = tensor.shape
+                    name, shape = tensor.written_as
+                    self._expected[name] = shape
                     if rule.may_be_constant:
-                        self._may_be_constant.add(tensor.name)
+                        self._may_be_constant.add(name)
         self._tied = set(tied_names(config))
         self._seen: set[str] = set()
         self._problems: list[Problem] = []
@@ -107,10 +115,11 @@ def value_problems(name: str, tensor: Tensor, shape: tuple[int, ...], *, may_be_
     """The first fault of a tensor's shape or entries, as a list of none or one."""
     if tuple(tensor.shape) != shape:
         return [Problem("shape", name, tuple(tensor.shape), shape)]
-    if bad := int((~torch.isfinite(tensor)).sum()):
-        return [Problem("non_finite", name, f"{bad} NaN or inf", "finite values")]
-    if not may_be_constant and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
-        return [Problem("constant", name, f"every entry {tensor.flatten()[0].item()}", "trained weights")]
+    low, high = extremes(tensor)
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        return [Problem("non_finite", name, f"{count_non_finite(tensor)} NaN or inf", "finite values")]
+    if not may_be_constant and tensor.numel() > 1 and bool(low == high):
+        return [Problem("constant", name, f"every entry {low.item()}", "trained weights")]
     return []
 
 
@@ -134,8 +143,9 @@ def audit_checkpoint(reader: SafetensorsReader, config: HFModelConfig, *, values
         CheckpointError: a file cannot be read at all.
     """
     headers = reader.headers()
-    used: set[str] = set()
+    used: set[str] = set(mtp_names(config, headers))
     problems: list[Problem] = []
+    broken: set[tuple[int, int]] = set()
     for rule, layer, expert in model_parameters(config):
         if not is_stored(config, rule):
             continue
@@ -144,12 +154,44 @@ def audit_checkpoint(reader: SafetensorsReader, config: HFModelConfig, *, values
             used.add(name)
             if name not in reader or reader.file(name).name not in headers.get(name, ()):
                 problems.append(Problem("missing", tensor.name, "nothing", tensor.shape))
+                broken |= {(layer, expert)} if rule.scope == "expert" else set()
             elif reader.shape(name) != shape:
                 problems.append(Problem("shape", name, reader.shape(name), shape))
             elif values:
                 problems += _stored_value_problems(reader, tensor, rule.may_be_constant)
+    problems += _expert_problems(config, broken)
     problems += _surplus_problems(reader, config, headers, used, values)
-    return AuditReport(tuple(dict.fromkeys(problems)), len(headers))
+    return AuditReport(tuple(dict.fromkeys(problems)), len(headers), tuple(dropped_note(config, headers)))
+
+
+def _expert_problems(config: HFModelConfig, broken: set[tuple[int, int]]) -> list[Problem]:
+    """Layers with fewer whole experts than the model has; `broken` are the (layer, expert) that lack a tensor."""
+    lost = Counter(layer for layer, _ in broken)
+    return [
+        Problem("experts", f"model.layers.{layer}", config.num_experts - count, f"{config.num_experts} whole experts")
+        for layer, count in sorted(lost.items())
+    ]
+
+
+def settings_problems(found: HFModelConfig, expected: HFModelConfig) -> list[Problem]:
+    """Settings in which two configurations of what should be one model differ: rotary base, router, tied flag, sizes.
+
+    The head, what happens to multi-token-prediction layers and a router loss's coefficient are not the model's.
+    """
+    ignored = ("head", "mtp_layers", "keep_mtp", "router_aux_loss_coef")
+    mine, theirs = _flat(asdict(found)), _flat(asdict(expected))
+    return [
+        Problem("setting", f"config.json {name}", mine.get(name), theirs.get(name))
+        for name in {**theirs, **mine}
+        if name not in ignored and mine.get(name) != theirs.get(name)
+    ]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def _stored_value_problems(reader: SafetensorsReader, tensor: HFTensor, may_be_constant: bool) -> list[Problem]:
@@ -160,12 +202,15 @@ def _stored_value_problems(reader: SafetensorsReader, tensor: HFTensor, may_be_c
 def _surplus_problems(
     reader: SafetensorsReader, config: HFModelConfig, headers: dict[str, tuple[str, ...]], used: set[str], values: bool
 ) -> list[Problem]:
-    """Names held twice, and names nobody asked for. A stored copy of a tied embedding is accepted when it is equal."""
+    """Names held twice, and names nobody asked for. A stored copy of a tied embedding is accepted when it is equal, a
+    bias of the value head when it is zero."""
     problems = [
         Problem("duplicate", name, ", ".join(files), "one file") for name, files in headers.items() if len(files) > 1
     ]
     tied = tied_names(config)
     for name in sorted({*headers, *reader.names()} - used):
+        if is_zero_head_bias(reader, config, name):
+            continue
         if name not in tied:
             problems.append(Problem("unexpected", name, "a tensor", "none of this name in the model"))
         elif values and not torch.equal(reader.read(name), reader.read(tied[name])):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -33,6 +34,8 @@ def split_full(
 ) -> Iterator[tuple[str, Tensor]]:
     """A whole parameter → (HF name, tensor) pairs, vocabulary trimmed; nothing for a tied output layer.
 
+    Names are per expert also where the family stores stacks only: `ExpertStacks` puts those together.
+
     Args:
         full: the joined parameter; results may be views of it.
         layer, expert: global and 0-based, None where the parameter has none.
@@ -57,3 +60,35 @@ def split_full(
         )
     parts = unmerge(full, rows, config.num_kv_heads if rule.split == "qkv" else 1)
     yield from zip((tensor.name for tensor in tensors), parts, strict=True)
+
+
+class ExpertStacks:
+    """Puts together the experts of families that store a layer's experts as one tensor; passes on all others.
+
+    Experts of a parameter come in any order, one stack being open at a time as long as parameters come one by one.
+    """
+
+    def __init__(self, config: HFModelConfig) -> None:
+        self._config = config
+        self._open: dict[str, Tensor] = {}
+        self._parts: Counter[str] = Counter()
+
+    def split(
+        self, canonical: str, full: Tensor, *, layer: int | None = None, expert: int | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """As `split_full`, under the names exports write: a stack comes with the last of its parts."""
+        pairs = split_full(canonical, full, self._config, layer=layer, expert=expert)
+        rule = rule_for(self._config, canonical)
+        if expert is None or not all(source.stacked and source.stacked.only for source in rule.sources):
+            yield from pairs
+            return
+        tensors = hf_tensors(self._config, rule, layer, expert)
+        for tensor, (_, piece) in zip(tensors, pairs, strict=True):
+            name, shape = tensor.written_as
+            if name not in self._open:
+                self._open[name] = piece.new_empty(shape)
+            tensor.stacked.put(self._open[name], piece)
+            self._parts[name] += 1
+            if self._parts[name] == self._config.num_experts * tensor.stacked.layout.parts:
+                del self._parts[name]
+                yield name, self._open.pop(name)

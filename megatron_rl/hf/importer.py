@@ -101,9 +101,7 @@ def read_tensor(
         )
     if name == tensor.name:
         return reader.read(name, slices, check_finite=check_finite)
-    stacked, (rows, *rest) = tensor.stacked, slices
-    block = slice(stacked.first_row + rows.start, stacked.first_row + rows.stop)
-    return reader.read(name, (slice(stacked.expert, stacked.expert + 1), block, *rest), check_finite=check_finite)[0]
+    return tensor.stacked.take(reader.read(name, tensor.stacked.where(slices), check_finite=check_finite))
 
 
 def stored_as(reader: SafetensorsReader, tensor: HFTensor) -> tuple[str, tuple[int, ...]]:
@@ -111,7 +109,7 @@ def stored_as(reader: SafetensorsReader, tensor: HFTensor) -> tuple[str, tuple[i
     stacked = tensor.stacked
     if stacked is not None and tensor.name not in reader and stacked.name in reader:
         return stacked.name, stacked.shape
-    return tensor.name, tensor.shape
+    return tensor.written_as
 
 
 def _rank_part(reader: SafetensorsReader, rule: ParamRule, tensor: HFTensor, param: ParamRef) -> Tensor:

@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.config import HFModelConfig
 from megatron_rl.hf.families import TABLES
-from megatron_rl.hf.table import ParamRule, Source
+from megatron_rl.hf.table import ParamRule, Source, Stacked
 
 
 @dataclass(frozen=True)
 class StackedTensor:
-    """The block of a stacked tensor that holds one expert's matrix: `[expert, first_row : first_row + rows]`."""
+    """The part of a stacked tensor that holds one expert's matrix (or bias)."""
 
     name: str
     shape: tuple[int, ...]
-    """[E, parts * rows, columns]."""
+    """As stored: [E, rows of all parts, columns], [E, columns, rows of all parts] where transposed, or [E, rows]."""
     expert: int
-    first_row: int
+    rows: int
+    """Of this part."""
+    layout: Stacked
+
+    def where(self, slices: Sequence[slice]) -> tuple[slice, ...]:
+        """Slices of the stored tensor that hold slices [rows, columns…] of this part, and no more than they must."""
+        part, parts = self.layout.part, self.layout.parts
+        rows, *rest = slices
+        if self.layout.interleaved:
+            block = slice(rows.start * parts, rows.stop * parts)
+        else:
+            block = slice(rows.start + part * self.rows, rows.stop + part * self.rows)
+        inner = (*rest, block) if self.layout.transposed else (block, *rest)
+        return (slice(self.expert, self.expert + 1), *inner)
+
+    def take(self, stored: Tensor) -> Tensor:
+        """This part [rows, columns…] of what was read at `where`."""
+        block = stored[0].movedim(-1, 0) if self.layout.transposed else stored[0]
+        return block[self.layout.part :: self.layout.parts] if self.layout.interleaved else block
+
+    def put(self, stored: Tensor, part: Tensor) -> None:
+        """Write this part into the whole stored tensor."""
+        self.take(stored[self.where([slice(0, size) for size in part.shape])]).copy_(part)
 
 
 @dataclass(frozen=True)
@@ -30,6 +54,13 @@ class HFTensor:
     shape: tuple[int, ...]
     stacked: StackedTensor | None
 
+    @property
+    def written_as(self) -> tuple[str, tuple[int, ...]]:
+        """Name and shape of the tensor that exports hold these values in."""
+        if self.stacked is not None and self.stacked.layout.only:
+            return self.stacked.name, self.stacked.shape
+        return self.name, self.shape
+
 
 def rule_for(config: HFModelConfig, canonical: str) -> ParamRule:
     """The family's rule for a parameter.
@@ -38,7 +69,7 @@ def rule_for(config: HFModelConfig, canonical: str) -> ParamRule:
         CheckpointError: this family, with this head, has no such parameter.
     """
     for rule in TABLES[config.model_type]:
-        if rule.canonical == canonical and _has_head(config, rule):
+        if rule.canonical == canonical and _exists(config, rule):
             return rule
     raise CheckpointError(
         "a model parameter has no HF name",
@@ -72,7 +103,7 @@ def model_parameters(config: HFModelConfig) -> Iterator[tuple[ParamRule, int | N
     A tied output layer is included: the model has it though HF stores nothing for it.
     """
     for rule in TABLES[config.model_type]:
-        if _has_head(config, rule):
+        if _exists(config, rule):
             for layer, expert in _places(config, rule):
                 yield rule, layer, expert
 
@@ -83,17 +114,18 @@ def is_stored(config: HFModelConfig, rule: ParamRule) -> bool:
 
 
 def expected_names(config: HFModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor of a complete checkpoint with per-expert names."""
+    """Name → shape of every tensor of a complete checkpoint as exports write it: per-expert names where the family has
+    them."""
     return {
-        tensor.name: tensor.shape
+        name: shape
         for rule, layer, expert in model_parameters(config)
         if is_stored(config, rule)
-        for tensor in hf_tensors(config, rule, layer, expert)
+        for name, shape in (tensor.written_as for tensor in hf_tensors(config, rule, layer, expert))
     }
 
 
-def _has_head(config: HFModelConfig, rule: ParamRule) -> bool:
-    return rule.head is None or rule.head == config.head
+def _exists(config: HFModelConfig, rule: ParamRule) -> bool:
+    return rule.head in (None, config.head) and (rule.when is None or bool(getattr(config, rule.when)))
 
 
 class _Product:
@@ -125,10 +157,12 @@ def _resolve(config: HFModelConfig, source: Source, layer: int | None, expert: i
     stacked = None
     if source.stacked is not None and expert is not None:
         rows, *rest = shape
+        all_rows = source.stacked.parts * rows
         stacked = StackedTensor(
             name=source.stacked.name.format(layer=layer),
-            shape=(config.num_experts, source.stacked.parts * rows, *rest),
+            shape=(config.num_experts, *((*rest, all_rows) if source.stacked.transposed else (all_rows, *rest))),
             expert=expert,
-            first_row=source.stacked.part * rows,
+            rows=rows,
+            layout=source.stacked,
         )
     return HFTensor(source.name.format(layer=layer, expert=expert), shape, stacked)

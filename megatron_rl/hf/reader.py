@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.files import read_json
+from megatron_rl.hf.scan import all_finite, count_non_finite
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -100,6 +101,19 @@ class SafetensorsReader:
         """
         shape = self.shape(name)
         self.dtype(name)
+        self._check_inside(name, slices, shape)
+        tensor = self._slice(name)[tuple(slices) or ...]
+        if check_finite and not all_finite(tensor):
+            raise CheckpointError(
+                "non-finite weights",
+                file=self.file(name),
+                field=name,
+                found=f"{count_non_finite(tensor)} NaN or inf",
+                expected="finite values",
+            )
+        return tensor
+
+    def _check_inside(self, name: str, slices: Sequence[slice], shape: tuple[int, ...]) -> None:
         for part, size in zip(slices, shape, strict=False):
             if not 0 <= part.start <= part.stop <= size:
                 raise CheckpointError(
@@ -109,17 +123,6 @@ class SafetensorsReader:
                     found=part,
                     expected=f"[0, {size}]",
                 )
-        tensor = self._slice(name)[tuple(slices) or ...]
-        if check_finite and not torch.isfinite(tensor).all():
-            bad = int((~torch.isfinite(tensor)).sum())
-            raise CheckpointError(
-                "non-finite weights",
-                file=self.file(name),
-                field=name,
-                found=f"{bad} NaN or inf",
-                expected="finite values",
-            )
-        return tensor
 
     def _slice(self, name: str) -> Any:
         file = self.file(name)

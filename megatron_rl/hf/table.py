@@ -9,8 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Size = Literal["vocab", "hidden", "q", "kv", "head_dim", "ffn", "moe_ffn", "experts", "one"]
-"""A dimension by meaning; `HFModelConfig.size` turns it into a number. q and kv are heads times head_dim."""
+Size = Literal[
+    "vocab", "hidden", "heads", "q", "kv", "head_dim", "ffn", "moe_ffn", "shared_ffn", "experts", "one",
+    "attention_out", "q_rank", "kv_rank", "kv_rank_and_rope", "kv_expanded",
+]  # fmt: skip
+"""A dimension by meaning; `HFModelConfig.size` turns it into a number.
+
+q and kv are heads times head_dim, attention_out is what the output projection reads. In latent attention q_rank and
+kv_rank are the widths of the compressed query and key-value, kv_rank_and_rope adds the shared rotary key, and
+kv_expanded is heads times (key part without rotation + value).
+"""
 
 Split = Literal["replicated", "rows", "columns", "glu", "qkv", "vocab"]
 """How tensor parallelism cuts a parameter.
@@ -40,6 +48,12 @@ class Stacked:
     """0-based block of rows that is this source."""
     parts: int
     """Blocks of equal height in the stacked tensor."""
+    interleaved: bool = False
+    """Row i of the stacked tensor belongs to part i % parts; otherwise parts follow one another."""
+    transposed: bool = False
+    """Stored as [E, columns, parts * rows]."""
+    only: bool = False
+    """The family stores nothing but the stack: names without it never occur in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +75,14 @@ class ParamRule:
     scope: Scope
     sources: tuple[Source, ...]
     may_be_constant: bool = False
-    """Norms start as ones and a value head may start as zeros; any other tensor of equal entries was never loaded."""
+    """Norms start as ones, biases and a value head as zeros; any other tensor of equal entries was never loaded."""
     head: Head | None = None
     """Exists only in models with this head."""
+    when: str | None = None
+    """Name of the `HFModelConfig` property that says whether a model has it; None: every model of the family."""
     tied_to: str | None = None
     """Canonical name it shares values with when embeddings are tied; HF then stores only the other one."""
+
+
+KEPT_DTYPE = ("mlp.router.expert_bias",)
+"""Canonical names stored in float32 whatever the weights are: rounding them would move choices of experts."""

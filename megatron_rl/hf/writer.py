@@ -21,6 +21,8 @@ from megatron_rl.hf.audit import Audit
 from megatron_rl.hf.config import HFModelConfig
 from megatron_rl.hf.families import ARCHITECTURES
 from megatron_rl.hf.files import read_json
+from megatron_rl.hf.mtp import SETTING, mtp_names
+from megatron_rl.hf.quantised import open_checkpoint
 from megatron_rl.hf.reader import INDEX_FILE, SINGLE_FILE
 
 SIDE_FILES = (
@@ -69,7 +71,7 @@ class StreamingWriter:
     ) -> None:
         self.path, self.source, self._config = Path(path), Path(source), config
         self._max_bytes = max_shard_bytes
-        _check_target(self.path, overwrite)
+        check_target(self.path, overwrite)
         self._audit = Audit(config)
         self._directory = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:8]}.partial")
         self._buffer: dict[str, Tensor] = {}
@@ -94,6 +96,9 @@ class StreamingWriter:
         """Add one whole tensor under its HF name; it is copied, so its memory may be reused at once."""
         if problems := self._audit.observe(name, tensor):
             raise problems[0].error(self.path)
+        self._add(name, tensor)
+
+    def _add(self, name: str, tensor: Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
         if self._buffer and self._buffered_bytes + size > self._max_bytes:
             self._flush()
@@ -109,15 +114,23 @@ class StreamingWriter:
 
     def _finish(self) -> None:
         self._audit.report().raise_for_problems(self.path)
+        self._copy_mtp()
         self._flush()
         self._name_shards()
-        _write_json(self._directory / "config.json", self._config_json())
-        for file in _side_files(self.source):
+        main_dtype = self._bytes_by_dtype.most_common(1)[0][0]
+        write_json(self._directory / "config.json", export_settings(self.source, self._config, main_dtype))
+        for file in side_files(self.source):
             shutil.copyfile(file, self._directory / file.name)
         for file in self._directory.iterdir():
             _fsync(file)
         _fsync(self._directory)
-        _publish(self._directory, self.path)
+        publish_directory(self._directory, self.path)
+
+    def _copy_mtp(self) -> None:
+        if self._config.keep_mtp:
+            reader = open_checkpoint(self.source)
+            for name in mtp_names(self._config, reader.names()):
+                self._add(name, reader.read(name))
 
     def _name_shards(self) -> None:
         """Give shards their final names, now that their number is known, and write the index if there are several."""
@@ -128,27 +141,32 @@ class StreamingWriter:
         if count > 1:
             weight_map = {name: _shard_name(i, count) for i, names in enumerate(self._shards) for name in names}
             total = sum(self._bytes_by_dtype.values())
-            _write_json(self._directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            write_json(self._directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
-    def _config_json(self) -> dict[str, Any]:
-        """The source's config.json with the head and the dtype of what was really written."""
-        values = read_json(self.source / "config.json")
-        heads = ARCHITECTURES[self._config.model_type]
-        values["architectures"] = [name for name, head in heads.items() if head == self._config.head]
-        if self._config.head == "value":
-            # Without the bias switch transformers adds a score.bias that no file holds.
-            values |= {"num_labels": 1, "id2label": {"0": "value"}, "label2id": {"value": 0}}
-            values |= {"token_classification_bias": False, "classifier_dropout": 0.0}
-        main_dtype = self._bytes_by_dtype.most_common(1)[0][0]
-        values["torch_dtype" if "torch_dtype" in values else "dtype"] = str(main_dtype).removeprefix("torch.")
-        return values
+
+def export_settings(source: Path, config: HFModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The source's config.json with the head and the dtype of what is really written."""
+    values = read_json(source / "config.json")
+    # Weights leave here dequantised.
+    values.pop("quantization_config", None)
+    heads = ARCHITECTURES[config.model_type]
+    values["architectures"] = [name for name, head in heads.items() if head == config.head]
+    if config.head == "value":
+        # Without the bias switch transformers adds a score.bias that no file holds.
+        values |= {"num_labels": 1, "id2label": {"0": "value"}, "label2id": {"value": 0}}
+        values |= {"token_classification_bias": False, "classifier_dropout": 0.0}
+    if SETTING in values and not config.keep_mtp:
+        values[SETTING] = 0
+    values["torch_dtype" if "torch_dtype" in values else "dtype"] = str(dtype).removeprefix("torch.")
+    return values
 
 
 def _shard_name(index: int, count: int | None) -> str:
     return f"model-{index + 1:05d}" + (f"-of-{count:05d}" if count else "") + ".safetensors"
 
 
-def _check_target(path: Path, overwrite: bool) -> None:
+def check_target(path: Path, overwrite: bool) -> None:
+    """Refuse a target that exists, or with `overwrite` one that is no HF checkpoint."""
     if not path.exists():
         return
     if not overwrite:
@@ -161,12 +179,14 @@ def _check_target(path: Path, overwrite: bool) -> None:
         )
 
 
-def _side_files(source: Path) -> Iterator[Path]:
+def side_files(source: Path) -> Iterator[Path]:
+    """Tokenizer and generation files of a checkpoint directory, sorted."""
     files = {file for pattern in SIDE_FILES for file in source.glob(pattern) if file.is_file()}
     yield from sorted(files)
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Keys are sorted, so that equal values give equal bytes."""
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -178,7 +198,8 @@ def _fsync(path: Path) -> None:
         os.close(handle)
 
 
-def _publish(directory: Path, target: Path) -> None:
+def publish_directory(directory: Path, target: Path) -> None:
+    """Give a whole, durable directory its name. What had the name is renamed away first, then removed."""
     replaced = target.with_name(f"{directory.name}.replaced")
     if target.exists():
         target.rename(replaced)

@@ -1,4 +1,4 @@
-"""Which rank this process is, read from whoever started it."""
+"""Which rank this process is, read from whoever started it, and joining the others."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_rl.backend import topology
+from megatron_rl.backend import platform, topology
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import LaunchError
+
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", *_ADDRESS)
+_SRUN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", *_ADDRESS)
+_MPIRUN = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", *_ADDRESS)
+_MPI_MARKS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
+"""Any of them says that MPI can be asked. srun sets PMI's for every program, so an address of srun's comes first."""
 
 
 @dataclass(frozen=True)
@@ -22,49 +29,101 @@ class RankEnvironment:
 
     rank: int
     local_rank: int
+    """Rank among those of this node: the GPU it takes."""
     world: int
     address: str
     port: int
     source: str
-    """Who said so: `torchrun`, `slurm` or `single`."""
+    """Who said so: `torchrun`, `mpirun`, `slurm`, `mpi` (asked through mpi4py) or `single`."""
+    store: dist.Store | None = None
+    """The rendezvous where it is open already; None: rank 0 opens it at `address` and `port`."""
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> RankEnvironment:
-    """torchrun's variables first, then srun's; neither: one process of its own.
+    """Ask torchrun, then mpirun, then srun, then MPI itself; nobody there: one process of its own.
+
+    mpirun comes before srun: its ranks see the variables of the srun that started its daemons, a wrong rank. MPI is
+    asked through mpi4py only where no address was given: rank 0 opens a port and MPI tells the others.
+
+    Args:
+        variables: instead of this process's environment.
 
     Raises:
-        LaunchError: some variables of a launcher are there and others are not; lists what was looked for.
+        LaunchError: a launcher is there but did not say enough; lists what was looked for and what was missing.
     """
     found = os.environ if variables is None else variables
     if "RANK" in found or "WORLD_SIZE" in found:
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        rank, local, world, address, port = _all_of(found, names, "torchrun")
-        return RankEnvironment(int(rank), int(local), int(world), address, int(port), "torchrun")
-    if int(found.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in found:
-        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "MASTER_ADDR", "MASTER_PORT")
-        rank, local, world, address, port = _all_of(found, names, "srun")
-        return RankEnvironment(int(rank), int(local), int(world), address, int(port), "slurm")
+        return _from(found, _TORCHRUN, "torchrun", "start with torchrun, or unset RANK and WORLD_SIZE")
+    addressed = all(name in found for name in _ADDRESS)
+    if "OMPI_COMM_WORLD_SIZE" in found and addressed:
+        return _from(found, _MPIRUN, "mpirun", "start with mpirun")
+    several = int(found.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in found
+    by_mpi = any(name in found for name in _MPI_MARKS)
+    if several and (addressed or not by_mpi):
+        return _from(found, _SRUN, "slurm", "MASTER_ADDR and MASTER_PORT in the batch script, or srun --mpi=pmix")
+    if by_mpi:
+        return _from_mpi()
     return RankEnvironment(0, 0, 1, "127.0.0.1", _free_port(), "single")
 
 
-def _all_of(found: Mapping[str, str], names: tuple[str, ...], launcher: str) -> list[str]:
+def _from(found: Mapping[str, str], names: tuple[str, ...], launcher: str, setting: str) -> RankEnvironment:
     missing = [name for name in names if name not in found]
     if missing:
         raise LaunchError(
             f"{launcher} started this process but did not say where it belongs",
             found=f"no {', '.join(missing)}",
             expected=", ".join(names),
-            setting="export MASTER_ADDR and MASTER_PORT in the batch script"
-            if launcher == "srun"
-            else "start with torchrun",
+            setting=setting,
         )
-    return [found[name] for name in names]
+    rank, local, world, address, port = (found[name] for name in names)
+    return RankEnvironment(int(rank), int(local), int(world), address, int(port), launcher)
+
+
+def _from_mpi() -> RankEnvironment:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            "MPI started this process, but it cannot be asked for ranks",
+            found=str(error),
+            expected=f"mpi4py and an MPI library, or all of {', '.join(_MPIRUN)}",
+            setting="pip install mpi4py, or export MASTER_ADDR and MASTER_PORT",
+        ) from error
+    world = MPI.COMM_WORLD
+    store = None
+    if world.Get_rank() == 0:
+        # Port 0: the kernel chooses, and it listens before anybody knows the port, so no other job can take it.
+        store = dist.TCPStore("0.0.0.0", 0, world.Get_size(), is_master=True, wait_for_workers=False)
+    address, port = world.bcast((socket.gethostname(), store.port) if store else None, root=0)
+    local = world.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()
+    if store is None:
+        store = dist.TCPStore(address, port, world.Get_size(), is_master=False)
+    return RankEnvironment(world.Get_rank(), local, world.Get_size(), address, port, "mpi", store)
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def check_gpu(place: RankEnvironment, visible: int) -> None:
+    """Refuse to start a rank that has no GPU of its own.
+
+    Args:
+        place: this rank.
+        visible: GPUs this process sees.
+
+    Raises:
+        LaunchError: fewer GPUs than ranks of this node.
+    """
+    if place.local_rank >= visible:
+        raise LaunchError(
+            "a rank has no GPU of its own",
+            found=f"local rank {place.local_rank} (counted from 0), {visible} visible",
+            expected="as many GPUs as ranks of a node, all of them visible to each",
+            setting="--gpus-per-node and --ntasks-per-node alike, without --gpus-per-task or --gpu-bind",
+        )
 
 
 @contextlib.contextmanager
@@ -77,8 +136,11 @@ def ranks(config: RunConfig, *, threads: int = 1) -> Iterator[topology.Topology]
     """
     place = read_environment()
     os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
+    if platform.on_gpu():
+        check_gpu(place, torch.cuda.device_count())
     torch.set_num_threads(threads)
-    topology.start_process_group(place.rank, place.world, init_method=f"tcp://{place.address}:{place.port}")
+    method = None if place.store else f"tcp://{place.address}:{place.port}"
+    topology.start_process_group(place.rank, place.world, place.store, method)
     try:
         yield topology.initialize(config.parallel, seed=config.seed)
         dist.barrier()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -73,3 +75,25 @@ def categorical_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """-Σ p log p over the last axis of plain logits, `[..., V]` -> `[...]`, nats; a logit of -inf adds nothing."""
     log_p = torch.log_softmax(widen(logits) / temperature, dim=-1)
     return -(log_p.exp() * torch.where(log_p > -torch.inf, log_p, 0.0)).sum(-1)
+
+
+def adaptive_kl_coefficient(coefficient: float, observed_kl: float, target: float, gain: float = 0.1) -> float:
+    """β of the next update by a proportional controller (1909.08593): β·(1 + gain·clip(KL/target - 1, ±0.2)).
+
+    A pure function: whoever calls it keeps β, and saves it with a checkpoint.
+
+    Args:
+        coefficient: β now, >= 0.
+        observed_kl: KL(π_θ‖π_ref), nats, mean over the global batch. Anything not finite counts as far too large.
+        target: KL to hold, nats.
+        gain: in (0, 1]; the paper's n/horizon, episodes of an update over those of a full correction.
+    Raises:
+        ConfigError: β is negative, the target not positive, or the gain out of range.
+    """
+    if coefficient < 0 or target <= 0 or not 0 < gain <= 1:
+        raise ConfigError(
+            "adaptive KL", found=f"β {coefficient}, target {target}, gain {gain}",
+            expected="β >= 0, target > 0, gain in (0, 1]", setting="algorithm.kl_target, algorithm.kl_gain",
+        )  # fmt: skip
+    error = min(max(observed_kl / target - 1, -0.2), 0.2) if math.isfinite(observed_kl) else 0.2
+    return coefficient * (1 + gain * error)

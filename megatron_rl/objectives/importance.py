@@ -9,13 +9,15 @@ call `ratio`, `effective_sample_size`.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from megatron_rl.errors import ConfigError
 from megatron_rl.objectives.divergence import estimate
 from megatron_rl.objectives.numerics import LOG_RATIO_LIMIT, bounded_exp, check_same_shape, widen
-from megatron_rl.objectives.segments import SegmentSum, local_segment_sum, segment_all, segment_mean
+from megatron_rl.objectives.segments import SegmentSum, local_segment_sum, repeat, segment_all, segment_mean
 
 
 @torch.no_grad()
@@ -98,6 +100,34 @@ def staleness(versions: Tensor, train_version: int) -> Tensor:
 def fresh_tokens(versions: Tensor, train_version: int, maximum: int) -> Tensor:
     """Which decisions are at most `maximum` updates old: bool `[D]`; `segments.segment_all` gives whole sequences."""
     return staleness(versions, train_version) <= maximum
+
+
+@torch.no_grad()
+def keep_by_staleness(
+    versions: Tensor,
+    train_version: int,
+    maximum: int,
+    offsets: Tensor,
+    rule: Literal["drop", "mask", "keep"],
+    segment_sum: SegmentSum = local_segment_sum,
+) -> Tensor:
+    """Which decisions stay, bool `[D]`; the others are removed before counting.
+
+    Args:
+        versions: weight version that sampled each decision, int `[D]`.
+        maximum: updates that a decision may be old.
+        rule: `drop` removes every sequence that holds a stale decision, `mask` only the stale decisions, `keep` none.
+    Raises:
+        ConfigError: unknown rule.
+    """
+    fresh = fresh_tokens(versions, train_version, maximum)
+    if rule == "drop":
+        return repeat(segment_all(fresh, offsets, segment_sum), offsets, total=fresh.numel())
+    if rule in ("mask", "keep"):
+        return fresh if rule == "mask" else torch.ones_like(fresh)
+    raise ConfigError(
+        "unknown staleness rule", found=rule, expected="drop, mask or keep", setting="algorithm.staleness"
+    )
 
 
 @torch.no_grad()

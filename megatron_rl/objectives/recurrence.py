@@ -1,8 +1,9 @@
 """The linear recurrence A_j = x_j + c A_{j+1} over ragged sequences, without a loop over time.
 
 The flat timeline is cut into blocks. Inside a block the recurrence is a product with a triangular matrix of powers of
-c (or, where coefficients vary, log2(block) doubling steps); what enters a block from the right is the same recurrence
-over block starts, solved recursively. Cost: O(D) memory traffic, O(log D) passes.
+c; where c differs between sequences, it is taken one entry at a time, for all blocks at once; in a block that holds the
+end of a sequence, log2(block) doubling steps. What enters a block from the right is the same recurrence over block
+starts, solved recursively. Cost: O(D) memory traffic, O(log D) passes.
 
 Invariants:
 * a sequence never reads a value of another one, not even multiplied by zero;
@@ -35,26 +36,43 @@ def discounted_suffix_sums(x: Tensor, decay: float | Tensor, offsets: Tensor) ->
     blocks = _blocks(x)
     cut = torch.unique_consecutive(last_positions(offsets) // BLOCK)
     cut_local, cut_reach = _scan_blocks(blocks[cut], _coefficients(cut, decay, offsets, x.dtype))
-    local, reach = torch.empty_like(blocks), blocks.new_empty(blocks.shape[0])
-    runs = _runs(decay, offsets, blocks.shape[0])
-    for rows, c in runs:
-        _solve_blocks(blocks[rows], c, out=local[rows])
-        reach[rows] = c**BLOCK
-    local[cut], reach[cut] = cut_local, cut_reach[:, 0]
-    carry = _carry(local, reach)
-    for rows, c in runs:
-        local[rows].addcmul_(carry[rows, None], _powers(c, torch.arange(BLOCK, 0, -1, device=x.device), x.dtype))
-    local[cut] = cut_local + _gated(cut_reach, carry[cut, None])
-    return local.reshape(-1)[: x.numel()]
+    solve = _solve_alike if not isinstance(decay, Tensor) or decay.dim() == 0 else _solve_each
+    solved, carry = solve(blocks, decay, offsets, cut, cut_local[:, 0], cut_reach[:, 0])
+    solved[cut] = cut_local + _gated(cut_reach, carry[cut, None])
+    return solved.reshape(-1)[: x.numel()]
 
 
-def _runs(decay: float | Tensor, offsets: Tensor, blocks: int) -> list[tuple[slice, float]]:
-    """(blocks, c) of neighbouring blocks of one c; those with a sequence end may be missing or have a wrong one."""
-    if not isinstance(decay, Tensor) or decay.dim() == 0:
-        return [(slice(0, blocks), float(decay))]
-    bounds = offsets.tolist()
-    whole = [(-(-start // BLOCK), (end - 1) // BLOCK) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
-    return [(slice(first, last), c) for (first, last), c in zip(whole, decay.tolist(), strict=True) if first < last]
+def _solve_alike(
+    blocks: Tensor, decay: float | Tensor, offsets: Tensor, cut: Tensor, cut_starts: Tensor, cut_reach: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(A `[n, BLOCK]` except in cut blocks, what enters each block from the right `[n]`) for one c."""
+    decay = float(decay)
+    local = torch.empty_like(blocks)
+    _solve_blocks(blocks, decay, out=local)
+    starts, reach = local[:, 0].clone(), blocks.new_full((blocks.shape[0],), decay**BLOCK)
+    starts[cut], reach[cut] = cut_starts, cut_reach
+    carry = _carry(starts, reach)
+    powers = _powers(decay, torch.arange(BLOCK, 0, -1, device=blocks.device), blocks.dtype)
+    return local.addcmul_(carry[:, None], powers), carry
+
+
+def _solve_each(
+    blocks: Tensor, decay: Tensor, offsets: Tensor, cut: Tensor, cut_starts: Tensor, cut_reach: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `_solve_alike`, with a c per sequence: the loop over a block's entries takes all blocks in each step."""
+    first = torch.arange(blocks.shape[0], device=blocks.device) * BLOCK
+    sequence = torch.bucketize(first, offsets[1:], right=True)
+    c = decay.to(blocks.dtype)[sequence]
+    entries = blocks.t().contiguous()
+    starts = entries[-1].clone()
+    for i in range(BLOCK - 2, -1, -1):
+        starts = torch.addcmul(entries[i], c, starts)
+    reach = c.double().pow(BLOCK).to(blocks.dtype)
+    starts[cut], reach[cut] = cut_starts, cut_reach
+    carry = following = _carry(starts, reach)
+    for i in range(BLOCK - 1, -1, -1):
+        following = entries[i].addcmul_(c, following)
+    return entries.t().contiguous(), carry
 
 
 def _coefficients(rows: Tensor, decay: float | Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
@@ -70,7 +88,7 @@ def _scan(x: Tensor, coefficients: Tensor) -> Tensor:
     """A_j = x_j + c_j A_{j+1} with a coefficient per entry, `[n]`."""
     local, reach = _scan_blocks(_blocks(x), _blocks(coefficients))
     if local.shape[0] > 1:
-        local += _gated(reach, _carry(local, reach[:, 0])[:, None])
+        local += _gated(reach, _carry(local[:, 0], reach[:, 0])[:, None])
     return local.reshape(-1)[: x.numel()]
 
 
@@ -103,10 +121,10 @@ def _scan_blocks(x: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
     return x, reach
 
 
-def _carry(local: Tensor, reach: Tensor) -> Tensor:
+def _carry(starts: Tensor, reach: Tensor) -> Tensor:
     """A at the entry right of each block: the recurrence over block starts, moved by one; 0 right of the last."""
-    starts = _scan(local[:, 0], reach) if local.shape[0] > 1 else local[:, 0]
-    return torch.cat((starts[1:], starts.new_zeros(1)))
+    solved = _scan(starts, reach) if starts.numel() > 1 else starts
+    return torch.cat((solved[1:], solved.new_zeros(1)))
 
 
 def _gated(coefficients: Tensor, x: Tensor) -> Tensor:

@@ -88,6 +88,21 @@ def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tens
     return ((max_length - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0)
 
 
+def overlong_filter(overlong: Tensor, has_bootstrap: Tensor) -> tuple[Tensor, Tensor]:
+    """Overlong filter (DAPO, 2503.14476): cut trajectories leave the policy loss.
+
+    The critic keeps those whose successor value is known: their returns are no guess. Group statistics keep all.
+
+    Args:
+        overlong: bool `[B]`: truncated by the length limit.
+        has_bootstrap: bool `[B]`: the boundary is known (`successor_values`).
+    Returns:
+        (keep for the policy, keep for the critic), bool `[B]`; removed before counting.
+    """
+    check_same_shape(overlong=overlong, has_bootstrap=has_bootstrap)
+    return ~overlong, ~overlong | has_bootstrap
+
+
 def boundary_positions(token_lengths: Tensor, boundary_lengths: Tensor) -> Tensor:
     """Where V(s_boundary) is read: the last visible token of each trajectory followed by its boundary tokens.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -41,3 +44,32 @@ def explained_variance(return_moments: Moments, residual_moments: Moments) -> Te
     nothing = return_moments.variance == 0
     share = residual_moments.variance / torch.where(nothing, 1.0, return_moments.variance)
     return torch.where(nothing, 0.0, 1.0 - share)
+
+
+def place_on_first_decisions(per_turn: Tensor, turn_offsets: Tensor) -> Tensor:
+    """Targets or loss weights of a turn critic on the decision timeline: `[K]` -> `[D]`, 0 on all other decisions.
+
+    A turn critic reads its value where the first token of turn k is predicted, and learns there only. Its loss weights
+    are `aggregation.sequence_weights("sequence_mean", K_i, ...)`, 1/(B₊ K_i), one for each turn.
+
+    Args:
+        per_turn: for instance the critic targets of `advantages.turn_gae`.
+        turn_offsets: int64 `[K+1]` into decisions; no turn is empty.
+    """
+    check_same_shape(turn_offsets=turn_offsets[:-1], per_turn=per_turn)
+    return per_turn.new_zeros(int(turn_offsets[-1])).index_copy(0, turn_offsets[:-1], per_turn)
+
+
+def stopped_rising(explained: Sequence[float], patience: int = 3, least_gain: float = 0.01) -> bool:
+    """Whether value pretraining on Monte-Carlo returns may end (VC-PPO, 2503.01491): explained variance rises no more.
+
+    The measure of "no more" is a choice made here: none of the last `patience` values beats the best one before them
+    by `least_gain`. A value that is not finite beats nothing.
+
+    Args:
+        explained: one `explained_variance` for each round so far, oldest first.
+        patience: rounds to wait, >= 1.
+    """
+    finite = [value if math.isfinite(value) else -math.inf for value in explained]
+    before, last = finite[:-patience], finite[-patience:]
+    return bool(before) and max(last) < max(before) + least_gain

@@ -23,14 +23,17 @@ FORMAT_VERSION = 1
 
 OUTCOMES = (
     "completed",
+    "finished",
     "truncated_length",
     "truncated_turns",
     "repetition",
+    "timeout",
     "tool_error",
     "environment_error",
     "aborted",
 )
-"""What ended a trajectory. `environment_error` and `aborted` never enter a loss by default."""
+"""What ended a trajectory: `completed` says that the environment ended it, `finished` that the policy did by an action
+for it, `timeout` that its wall-clock time ran out. `environment_error` and `aborted` never enter a loss by default."""
 
 EXCLUDED_OUTCOMES = frozenset({"environment_error", "aborted"})
 

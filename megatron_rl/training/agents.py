@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, field
 
 from megatron_rl.backend import offload
 from megatron_rl.backend.anchor import Anchor, Reference
@@ -13,33 +14,46 @@ from megatron_rl.backend.weights import import_hf
 from megatron_rl.batching import CostModel
 from megatron_rl.config import OptimizerConfig, RunConfig
 from megatron_rl.hf.config import HFModelConfig, read_hf_config
+from megatron_rl.training.controllers import Controllers
 
 
 @dataclass
 class Agents:
-    """Actor and critic on the same ranks, in one layout."""
+    """Actor and critic on the same ranks, in one layout; group methods have no critic."""
 
     config: RunConfig
     topology: Topology
     actor: Optimizer
-    critic: Optimizer
+    critic: Optimizer | None
     anchor: Anchor | None
     reference: Reference | None
     version: int = 0
     """Weight version: completed policy steps published so far are at most this."""
+    controllers: Controllers = field(init=False)
+    """What the run steers by itself."""
+
+    def __post_init__(self) -> None:
+        self.controllers = Controllers(self.config.algorithm)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The models there are: `actor`, and `critic` where there is one."""
+        return ("actor",) if self.critic is None else ("actor", "critic")
 
     def at_work(self, name: str):
         """Context around the updates of `actor` or `critic`: its gradients and optimizer states are on the device."""
         optimizer, anchor = self._parts(name)
+        if optimizer is None:
+            return contextlib.nullcontext()
         return offload.at_work(optimizer, anchor, enabled=self.topology.config.phase_offload)
 
     def release_all(self) -> None:
         """Move what no phase needs yet off the device, where phases are to be offloaded."""
         if self.topology.config.phase_offload:
-            for name in ("actor", "critic"):
+            for name in self.names:
                 offload.release(*self._parts(name))
 
-    def _parts(self, name: str) -> tuple[Optimizer, Anchor | None]:
+    def _parts(self, name: str) -> tuple[Optimizer | None, Anchor | None]:
         return (self.actor, self.anchor) if name == "actor" else (self.critic, None)
 
     @property
@@ -62,8 +76,10 @@ def build_agents(config: RunConfig, topology: Topology) -> Agents:
         ConfigError, CheckpointError: the model does not fit the layout, or the checkpoint does not fit the model.
     """
     actor = _build(config, topology, config.model.path, "policy", config.optimizer)
-    critic = _build(config, topology, config.model.critic_path or config.model.path, "value", config.critic_optimizer)
-    algorithm = config.algorithm
+    algorithm, critic = config.algorithm, None
+    if algorithm.needs_critic:
+        path = config.model.critic_path or config.model.path
+        critic = _build(config, topology, path, "value", config.critic_optimizer)
     return Agents(
         config=config,
         topology=topology,
@@ -75,7 +91,7 @@ def build_agents(config: RunConfig, topology: Topology) -> Agents:
 
 
 def _build(config: RunConfig, topology: Topology, path: str, role: Role, optimizer: OptimizerConfig) -> Optimizer:
-    source = read_hf_config(path)
+    source = read_hf_config(path, mtp=config.model.mtp)
     model = build_model(
         _with_head(source, role),
         transformer_config(source, topology.config, config.performance, DTYPES[config.model.dtype]),

@@ -176,10 +176,8 @@ def faults(path: Path, share: int = 0, shares: int = 1, *, checksums: bool = Tru
 
 
 def _states(agents: Agents) -> dict[str, AgentStates]:
-    return {
-        "actor": AgentStates(agents.actor, agents.anchor, agents.reference),
-        "critic": AgentStates(agents.critic),
-    }
+    states = {"actor": AgentStates(agents.actor, agents.anchor, agents.reference)}
+    return states if agents.critic is None else {**states, "critic": AgentStates(agents.critic)}
 
 
 def _run_json(iteration: int, agents: Agents, cursor: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from megatron_rl.engines.episodes import Demonstration
 from megatron_rl.reduce import from_last, sum_over
 from megatron_rl.training.agents import Agents
 from megatron_rl.training.losses import LikelihoodTerms, loss_weights
-from megatron_rl.training.score import plan, prepare, readout
+from megatron_rl.training.score import decisions_of, plan, prepare, readout
 
 
 def learn_demonstrations(
@@ -49,7 +49,7 @@ def learn_demonstrations(
     prompts = torch.arange(len(demonstrations), device=device)
     for epoch in range(epochs):
         for rows in split_minibatches(len(demonstrations), minibatches, agents.config.seed, epoch):
-            weights = loss_weights(agents.config.algorithm, decisions, torch.as_tensor(rows, device=device), prompts)
+            weights = loss_weights("token_mean", decisions, decisions_of(decisions, rows), prompts)
             planned = plan(agents, stream, rows)
             parts = prepare(agents, agents.actor.model, stream, None, planned, rows, replay=False)
             sums = train(agents.actor.model, parts, planned.length, readout(agents.config), LikelihoodTerms(weights))

@@ -12,24 +12,27 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_rl.backend.topology import Topology
 from megatron_rl.config import RunConfig
-from megatron_rl.engines.tasks import Task
 from megatron_rl.errors import CheckpointError
 from megatron_rl.rollouts.schema import ModelFingerprint
 from megatron_rl.training import checkpoint
 from megatron_rl.training.agents import Agents, build_agents
+from megatron_rl.training.entrance import UNKNOWN_TOKENIZER
 from megatron_rl.training.gate import check_first_step
 from megatron_rl.training.ledger import Entry, Ledger, reread
 from megatron_rl.training.pause import Pause, from_file
-from megatron_rl.training.publish import publish, write_hf
+from megatron_rl.training.publish import write_hf
 from megatron_rl.training.rounds import means, train_on
 from megatron_rl.training.score import score_batch
-from megatron_rl.training.sources import Delivery, PlayedSource, Source
+from megatron_rl.training.sources import Delivery, Source, Supply, make_source
 from megatron_rl.training.stopping import Stopped, StopRequest
 from megatron_rl.training.throughput import throughput_metrics
+
+if TYPE_CHECKING:
+    from megatron_rl.engines.tasks import Task
 
 
 class Watch(Protocol):
@@ -45,25 +48,25 @@ class Loop:
     Args:
         config: the resolved configuration.
         topology: groups of the layout, made already.
-        task: what is played.
+        task: what is played; None where recorded rollouts are trained on.
         watch: told of progress and metrics.
         stop: asked between optimizer steps; None: nobody asks.
     """
 
     def __init__(
-        self, config: RunConfig, topology: Topology, task: Task, watch: Watch, stop: StopRequest | None = None
+        self, config: RunConfig, topology: Topology, task: Task | None, watch: Watch, stop: StopRequest | None = None
     ) -> None:
         self.config, self.topology, self.task, self.watch = config, topology, task, watch
         self.stop = stop or StopRequest()
         self.output = Path(config.output)
+        self.output.mkdir(parents=True, exist_ok=True)
         self.agents: Agents = build_agents(config, topology)
         self.ledger = Ledger(self.output, writes=topology.rank == 0)
         self._pause: Pause | None = None
         cursor = self._resume() if config.checkpoint.resume else {}
         self.done: int = cursor.get("iteration", 0)
         self.agents.release_all()
-        weights = publish(self.agents.actor.model, self.output / "weights", config.model.path, self.agents.version)
-        self.source: Source = PlayedSource(config, task, self.fingerprint, weights, self.agents.version, self.stop)
+        self.source: Source = make_source(Supply(config, self.fingerprint, self.ledger, self.stop), task, self.agents)
         self.source.restore(cursor.get("source", {}))
         self._seconds: dict[str, float] = defaultdict(float)
 
@@ -71,9 +74,8 @@ class Loop:
     def fingerprint(self) -> ModelFingerprint:
         """Whose rollouts this run accepts."""
         hf = self.agents.actor.model.hf
-        return ModelFingerprint(
-            hf.model_type, hf.vocab_size, hf.num_experts, hf.topk, hf.moe_layers, self.task.vocabulary.fingerprint
-        )
+        tokenizer = UNKNOWN_TOKENIZER if self.task is None else self.task.vocabulary.fingerprint
+        return ModelFingerprint(hf.model_type, hf.vocab_size, hf.num_experts, hf.topk, hf.moe_layers, tokenizer)
 
     def run(self) -> dict[str, float]:
         """Train the remaining iterations and export. Returns the last iteration's metrics.
@@ -81,6 +83,18 @@ class Loop:
         Raises:
             Stopped: on every rank; the run was asked to stop and has saved where it stands.
         """
+        complete = False
+        try:
+            values = self._iterations()
+            complete = True
+        finally:
+            self.source.close(complete=complete)
+        write_hf(self.agents.actor.model, self.output / "export", self.config.model.path)
+        if self.agents.critic is not None:
+            write_hf(self.agents.critic.model, self.output / "export-critic", self.config.model.path)
+        return values
+
+    def _iterations(self) -> dict[str, float]:
         values: dict[str, float] = {}
         self.watch.started(self.config.iterations, self.done)
         for iteration in range(self.done, self.config.iterations):
@@ -90,14 +104,13 @@ class Loop:
                 self.save()
                 raise
             if found is None:
+                self.save()
                 break
             values = found
             self.watch.metrics(iteration, values)
             self.done = iteration + 1
             if self._due(self.config.checkpoint.every, iteration):
                 self.save()
-        write_hf(self.agents.actor.model, self.output / "export", self.config.model.path)
-        write_hf(self.agents.critic.model, self.output / "export-critic", self.config.model.path)
         return values
 
     def iterate(self, iteration: int) -> dict[str, float] | None:
@@ -118,19 +131,22 @@ class Loop:
             self._pause = dataclasses.replace(pause, steps=steps)
             raise Stopped
         values = pause.values | means(steps)
+        values |= self.agents.controllers.observe(iteration, values)
         with self._timed("publish"):
-            self._publish()
+            self.agents.version += 1
+            self.source.publish(self.agents, pause.scored.batch)
         values |= throughput_metrics(self.config, self.agents, pause.scored, dict(self._seconds))
         if self._due(self.config.evaluate_every, iteration):
             with self._timed("evaluate"):
-                success = self.source.evaluate(self.config.evaluation_episodes)
-            values |= {} if success is None else {"evaluation/success": success}
+                last = iteration + 1 == self.config.iterations
+                values |= self.source.evaluate(self.config.evaluation_episodes, final=last)
         return values | {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
 
     def save(self) -> None:
         """Checkpoint everything the next step depends on."""
         kept = self.config.checkpoint
         cursor = {"iteration": self.done, "source": self.source.state(), "ledger": self.ledger.state()}
+        cursor["controllers"] = self.agents.controllers.state()
         pause = None if self._pause is None else self._pause.to_bytes()
         with self.agents.at_work("actor"), self.agents.at_work("critic"):
             checkpoint.save_checkpoint(
@@ -148,7 +164,7 @@ class Loop:
         if self.config.gate.enabled and iteration == 0:
             values |= check_first_step(self.agents, batch)
         with self._timed("score"):
-            scored = score_batch(self.agents, batch)
+            scored = score_batch(self.agents, batch, monte_carlo=self.agents.controllers.monte_carlo(iteration))
         return Pause(scored, values | scored.metrics, [])
 
     def _rollouts(self, iteration: int) -> Delivery | None:
@@ -165,6 +181,7 @@ class Loop:
         if found.path is not None:
             cursor = checkpoint.load_checkpoint(found.path, self.agents)
             self.ledger.restore(cursor["ledger"])
+            self.agents.controllers.restore(cursor["controllers"])
             file = found.path / checkpoint.PAUSE
             if file.exists():
                 self._pause = from_file(file, reread(self.ledger.last, self.output))
@@ -179,12 +196,10 @@ class Loop:
                 expected="a whole checkpoint",
                 setting="checkpoint.resume=false, or another output directory, to start afresh",
             )
+        if self.config.rollout.has_process:
+            # Its rollouts are not played again: iterations that no checkpoint saw take the same ones once more.
+            self.ledger.restore(Ledger(self.output, writes=False).state())
         return {}
-
-    def _publish(self) -> None:
-        self.agents.version += 1
-        weights = publish(self.agents.actor.model, self.output / "weights", self.config.model.path, self.agents.version)
-        self.source.publish(weights, self.agents.version)
 
     def _due(self, every: int, iteration: int) -> bool:
         last = iteration + 1 == self.config.iterations

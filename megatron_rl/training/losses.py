@@ -7,20 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.config import AlgorithmConfig
-from megatron_rl.objectives.aggregation import count, decision_weights, sequence_weights, weighted_sum
+from megatron_rl.objectives.aggregation import Rule, count, decision_weights, sequence_weights, weighted_sum
 from megatron_rl.objectives.divergence import kl_loss
-from megatron_rl.objectives.importance import (
-    effective_sample_size,
-    product_log_weights,
-    ratio,
-    sample_size_sums,
-    self_normalise,
-    truncated_weights,
-    weighted_mean_sums,
-)
-from megatron_rl.objectives.policy import PolicyLoss, dual_clip, ewma_decoupled, ppo_clip
-from megatron_rl.objectives.segments import repeat
+from megatron_rl.objectives.policy import sft
+from megatron_rl.objectives.segments import compact
 from megatron_rl.objectives.value import value_loss
+from megatron_rl.training.surrogates import StepVectors, WholeStepLoss, decision_surrogate
 
 POLICY_SUMS = ("loss", "policy", "entropy", "kl", "clip_low", "clip_high", "ratio", "magnitude")
 """Logged sums of the policy step, in order. `magnitude` is Σ|w·term|: the scale rounding errors are measured
@@ -28,105 +20,88 @@ against."""
 VALUE_SUMS = ("loss", "value", "clipped", "magnitude")
 
 
-def loss_weights(algorithm: AlgorithmConfig, offsets: torch.Tensor, rows: torch.Tensor, prompts: torch.Tensor):
+def loss_weights(
+    rule: Rule, offsets: torch.Tensor, kept: torch.Tensor, prompts: torch.Tensor, constant: float | None = None
+) -> torch.Tensor:
     """Loss weight of every decision of one optimizer step (spec §8), from the whole step's counts.
 
     Args:
+        rule: how decisions and sequences are averaged.
         offsets: int64 [B+1].
-        rows: int64, trajectories of the step; all others weigh 0.
+        kept: bool [D]: decisions of the step's loss, after removal; all others weigh 0. For a turn critic the first one
+            of each turn.
         prompts: int64 [B] prompt number of each trajectory.
+        constant: C of the `constant` rule.
 
     Returns:
         float32 [D].
     """
-    lengths = torch.zeros_like(offsets.diff())
-    lengths[rows] = offsets.diff()[rows]
+    lengths = compact(kept, offsets)[1].diff()
     counts, sizes = count(lengths, prompts)
     if not counts.decisions:
         return torch.zeros(int(offsets[-1]), device=offsets.device)
-    per_sequence = sequence_weights(
-        algorithm.aggregation, lengths, counts, prompt_sizes=sizes, constant=algorithm.aggregation_constant
-    )
-    return decision_weights(per_sequence, offsets)
-
-
-def importance_weights(
-    algorithm: AlgorithmConfig,
-    anchor: torch.Tensor,
-    behaviour: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor,
-) -> tuple[torch.Tensor | None, dict[str, float]]:
-    """ω [D] that corrects from μ to the anchor, decided on whole sequences; None where no correction is configured.
-
-    Args:
-        anchor, behaviour: [D] log π_anchor, log μ.
-        weights: [D] loss weights; 0 outside the step.
-
-    Returns:
-        (ω or None, effective sample sizes as shares of tokens or sequences).
-    """
-    counted = weights != 0
-    log_ratio = torch.where(counted, anchor - behaviour, 0.0)
-    if algorithm.token_is_cap is not None:
-        omega = truncated_weights(log_ratio, algorithm.token_is_cap)
-        share = effective_sample_size(sample_size_sums(omega, counted))[1]
-        return omega, {"is/token_ess": float(share)}
-    if algorithm.sequence_is_cap is None:
-        return None, {}
-    present = product_log_weights(counted.float(), offsets) > 0
-    per_sequence = truncated_weights(product_log_weights(log_ratio.double(), offsets), algorithm.sequence_is_cap)
-    share = effective_sample_size(sample_size_sums(per_sequence, present))[1]
-    capped = (per_sequence >= algorithm.sequence_is_cap * (1 - 1e-6))[present].double().mean()
-    if algorithm.sequence_is_normalise:
-        per_sequence = self_normalise(per_sequence, ratio(weighted_mean_sums(per_sequence, present)))
-    return repeat(per_sequence, offsets).float(), {"is/sequence_ess": float(share), "is/sequence_capped": float(capped)}
+    per_sequence = sequence_weights(rule, lengths, counts, prompt_sizes=sizes, constant=constant)
+    return decision_weights(per_sequence, offsets, kept)
 
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """Vectors [D] of one policy step; called on the slots of a micro-batch."""
+    """The policy's loss of one step; called on the slots of a micro-batch."""
 
     algorithm: AlgorithmConfig
-    advantages: torch.Tensor
-    behaviour: torch.Tensor
-    anchor: torch.Tensor
-    reference: torch.Tensor | None
-    weights: torch.Tensor
-    importance: torch.Tensor | None
+    vectors: StepVectors
+    kl_coef: float
+    """β_KL of the KL loss at this step."""
+    whole: WholeStepLoss | None = None
+    """The policy term where it is evaluated on the whole step."""
 
     def __call__(self, slots: torch.Tensor, readings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `backend.step.LossFunction`: readings are log-probs and entropies [2, n]."""
         logprobs, entropy = readings
-        weights = self.weights[slots]
-        policy = self._surrogate(slots, logprobs)
-        omega = None if self.importance is None else self.importance[slots]
-        terms = {"policy": weighted_sum(policy.loss, weights, omega)}
+        weights = self.vectors.weights[slots]
+        policy, value, size, clipped = self._policy(slots, logprobs, weights)
+        terms = {"policy": policy}
         if self.algorithm.entropy_coef:
             terms["bonus"] = -self.algorithm.entropy_coef * weighted_sum(entropy, weights)
         divergence = torch.zeros_like(logprobs)
-        if self.algorithm.kl_loss_coef:
-            drift = logprobs - self.behaviour[slots]
-            divergence = kl_loss(logprobs, self.reference[slots], self.algorithm.kl_estimator, drift)
-            terms["kl"] = self.algorithm.kl_loss_coef * weighted_sum(divergence, weights)
+        if self.kl_coef:
+            drift = logprobs - self.vectors.behaviour[slots]
+            divergence = kl_loss(logprobs, self.vectors.reference[slots], self.algorithm.kl_estimator, drift)
+            terms["kl"] = self.kl_coef * weighted_sum(divergence, weights)
+        if self.vectors.likelihood is not None:
+            terms["likelihood"] = weighted_sum(sft(logprobs), self.vectors.likelihood[slots])
         loss = torch.stack(list(terms.values())).sum()
         with torch.no_grad():
-            size = weighted_sum(policy.loss.abs(), weights, omega)
-            size += weighted_sum(self.algorithm.kl_loss_coef * divergence.abs(), weights)
-            shifted = (logprobs - self.anchor[slots]).clamp(-20, 20).exp()
-            sums = [loss, terms["policy"], weighted_sum(entropy, weights), weighted_sum(divergence, weights)]
-            sums += [weighted_sum(x.float(), weights) for x in (policy.clipped_low, policy.clipped_high, shifted)]
+            size = size + weighted_sum(self.kl_coef * divergence.abs(), weights)
+            shifted = (logprobs - self.vectors.anchor[slots]).clamp(-20, 20).exp()
+            shown = loss if self.whole is None else loss - policy + value
+            sums = [shown, value, weighted_sum(entropy, weights), weighted_sum(divergence, weights)]
+            sums += [weighted_sum(x.float(), weights) for x in (*clipped, shifted)]
         return loss, torch.stack([x.detach().double() for x in (*sums, size)])
 
-    def _surrogate(self, slots: torch.Tensor, logprobs: torch.Tensor) -> PolicyLoss:
-        algorithm, advantages, anchor = self.algorithm, self.advantages[slots], self.anchor[slots]
-        if algorithm.anchor == "ewma" and self.importance is None:
-            return ewma_decoupled(
-                logprobs, anchor, self.behaviour[slots], advantages, algorithm.clip_low, algorithm.clip_high,
-                algorithm.ewma_ratio_cap,
-            )  # fmt: skip
-        clipped = ppo_clip(logprobs - anchor, advantages, algorithm.clip_low, algorithm.clip_high)
-        return clipped if algorithm.dual_clip is None else dual_clip(clipped, advantages, algorithm.dual_clip)
+    def _policy(self, slots: torch.Tensor, logprobs: torch.Tensor, weights: torch.Tensor):
+        """(term whose gradient is followed, its value, its size, clip masks)."""
+        if self.whole is not None:
+            values = self.whole.values[slots]
+            term = weighted_sum(logprobs, self.whole.coefficients[slots])
+            masks = self.whole.clipped_low[slots], self.whole.clipped_high[slots]
+            return term, values.sum(), values.abs().sum(), masks
+        found = decision_surrogate(self.algorithm, logprobs, self.vectors, slots)
+        omega = None if self.vectors.importance is None else self.vectors.importance[slots]
+        term = weighted_sum(found.loss, weights, omega)
+        return term, term, weighted_sum(found.loss.detach().abs(), weights, omega), found[1:]
+
+
+@dataclass(frozen=True)
+class CoefficientTerms:
+    """Σ c_j log π_θ(a_j): the gradient of any loss with these coefficients."""
+
+    coefficients: torch.Tensor
+
+    def __call__(self, slots: torch.Tensor, readings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `backend.step.LossFunction`."""
+        loss = weighted_sum(readings[0], self.coefficients[slots])
+        return loss, loss.detach().double()[None]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""Weights from the trainer to engines and to users: streamed HF checkpoints that appear atomically."""
+"""Weights from the trainer to users and engines: streamed HF checkpoints that appear atomically."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -31,13 +30,4 @@ def write_hf(model: Model, target: Path, source: str | Path, *, dtype: torch.dty
         for _ in tensors:
             pass
     dist.barrier()
-    return target
-
-
-def publish(model: Model, directory: Path, source: str | Path, version: int, keep: int = 2) -> Path:
-    """Write version `version` for engines to load and drop versions older than the newest `keep`."""
-    target = write_hf(model, directory / f"version-{version:06d}", source)
-    if dist.get_rank() == 0:
-        for old in sorted(directory.glob("version-*"))[:-keep]:
-            shutil.rmtree(old)
     return target

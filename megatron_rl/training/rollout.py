@@ -1,4 +1,4 @@
-"""Play, record, read back, validate: the recorded files are the only way from an engine to the trainer."""
+"""Play and record on the trainer's ranks: recorded files are the only way from an engine to the trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import shutil
 from pathlib import Path
 
-import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.config import RunConfig
@@ -14,10 +13,8 @@ from megatron_rl.engines import Generation
 from megatron_rl.engines.episodes import EpisodeSpec, play_episodes
 from megatron_rl.engines.local import LocalEngine
 from megatron_rl.engines.tasks import Task
-from megatron_rl.errors import MegatronRLError, RolloutError
-from megatron_rl.rollouts.schema import ModelFingerprint, RolloutBatch, Trajectory
-from megatron_rl.rollouts.store import read_batch, select_rows, write_shard
-from megatron_rl.rollouts.validate import ValidationReport, validate
+from megatron_rl.rollouts.schema import Trajectory
+from megatron_rl.rollouts.store import write_shard
 from megatron_rl.training.stopping import Stopped, StopRequest
 
 
@@ -49,26 +46,36 @@ def record(
     iteration: int,
     directory: Path,
     stop: StopRequest | None = None,
+    *,
+    played: int = 0,
+    more: int | None = None,
 ) -> Path:
     """Play this rank's share of an iteration and write it as one shard; returns the iteration's directory.
+
+    Args:
+        played: episodes of the iteration that earlier rounds have recorded there.
+        more: episodes of this round; None: `rollout.episodes`.
 
     Raises:
         Stopped: on every rank; the run was asked to stop and nothing of the iteration was written.
     """
     target = directory / f"iteration-{iteration:06d}"
-    if dist.get_rank() == 0 and target.exists():
+    if dist.get_rank() == 0 and target.exists() and not played:
         # A run that resumes plays again what was recorded after its checkpoint.
         shutil.rmtree(target)
     dist.barrier()
     target.mkdir(parents=True, exist_ok=True)
-    specs = my_share(task.training_specs(iteration, config.rollout.episodes))
+    count = played + (config.rollout.episodes if more is None else more)
+    specs = my_share(task.training_specs(iteration, count)[played:])
     trajectories: list[Trajectory] = []
     with contextlib.suppress(Stopped):
         trajectories = play(config, _Leaving(engine, stop) if stop else engine, task, specs, greedy=False)
     if stop is not None and stop.agreed():
         raise Stopped
     header = engine.header(task.vocabulary.fingerprint)
-    write_shard(target, header, trajectories, name=f"rank-{dist.get_rank():05d}")
+    # An environment that failed to start has left nothing to record.
+    recorded = [trajectory for trajectory in trajectories if len(trajectory.tokens)]
+    write_shard(target, header, recorded, name=f"rank-{dist.get_rank():05d}" + (f"-after-{played}" if played else ""))
     dist.barrier()
     return target
 
@@ -83,45 +90,6 @@ class _Leaving:
         if self._stop.here:
             raise Stopped
         return self._engine.generate(*args, **options)
-
-
-def load_validated(
-    config: RunConfig, directory: Path, expected: ModelFingerprint, version: int
-) -> tuple[RolloutBatch, list[ValidationReport]]:
-    """Map an iteration's shards and pass them through the entrance. Ranks check disjoint rows and share the verdict.
-
-    Raises:
-        RolloutError, RouteError: the same error on every rank, the first in row order.
-    """
-    damaged: list[RolloutError] | None = [] if config.rollout.on_bad_record == "quarantine" else None
-    batch = read_batch(directory, verify_checksums=dist.get_rank() == 0, refused=damaged)
-    mine = np.arange(dist.get_rank(), len(batch), dist.get_world_size())
-    verdict: tuple = ([], None, None)
-    try:
-        checked = validate(
-            select_rows(batch, mine),
-            expected=expected,
-            replay=config.replay.enabled,
-            current_version=version,
-            temperature=config.rollout.temperature,
-            missing_boundary=config.algorithm.missing_boundary,
-            on_bad_record=config.rollout.on_bad_record,
-            quarantine_dir=directory / "quarantine",
-            min_route_coverage=config.replay.min_coverage,
-            already_refused=(damaged or ()) if dist.get_rank() == 0 else (),
-        )
-        verdict = (mine[checked.kept].tolist(), None, checked.report)
-    except MegatronRLError as error:
-        verdict = ([], error, None)
-    verdicts: list = [None] * dist.get_world_size()
-    dist.all_gather_object(verdicts, verdict)
-    for _, error, _ in verdicts:
-        if error is not None:
-            raise error
-    kept = np.array(sorted(row for rows, _, _ in verdicts for row in rows), np.int64)
-    if not len(kept):
-        raise RolloutError("no trajectory of this iteration passed validation", file=directory)
-    return select_rows(batch, kept), [report for _, _, report in verdicts]
 
 
 def success_rate(trajectories: list[Trajectory]) -> float:

@@ -32,10 +32,11 @@ class Step:
 
 
 def planned_steps(agents: Agents, scored: ScoredBatch, iteration: int) -> list[Step]:
-    """The optimizer steps of an iteration, in order; the actor has none while the critic warms up alone."""
+    """The optimizer steps of an iteration, in order: none of a critic that there is not, none of the actor while the
+    critic warms up alone."""
     algorithm = agents.config.algorithm
-    steps = _epochs(agents, scored, iteration, "critic", algorithm.critic_epochs)
-    if iteration >= algorithm.critic_warmup:
+    steps = _epochs(agents, scored, iteration, "critic", algorithm.critic_epochs) if agents.critic is not None else []
+    if not agents.controllers.critic_only(iteration):
         steps += _epochs(agents, scored, iteration, "actor", algorithm.actor_epochs)
     return steps
 
@@ -86,9 +87,12 @@ def _epochs(agents: Agents, scored: ScoredBatch, iteration: int, model: str, epo
 
 
 def _minibatches(agents: Agents, scored: ScoredBatch, iteration: int, epoch: int) -> list[np.ndarray]:
+    """Rows of each optimizer step; whole groups where the loss joins the responses of a group."""
+    count, seed = agents.config.algorithm.minibatches, agents.config.seed + iteration
+    if agents.config.algorithm.method.clock == "group":
+        names = np.asarray(scored.batch.group_ids)[scored.rows]
+        groups = np.unique(names).tolist()
+        parts = split_minibatches(len(groups), count, seed, epoch, groups)
+        return [scored.rows[np.isin(names, np.asarray(groups)[part])] for part in parts]
     keys = [scored.batch.trajectory_ids[row] for row in scored.rows]
-    seed = agents.config.seed + iteration
-    return [
-        scored.rows[part]
-        for part in split_minibatches(len(keys), agents.config.algorithm.minibatches, seed, epoch, keys)
-    ]
+    return [scored.rows[part] for part in split_minibatches(len(keys), count, seed, epoch, keys)]

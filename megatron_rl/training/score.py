@@ -19,17 +19,26 @@ from megatron_rl.batching import (
     decision_offsets,
     plan_micro_batches,
 )
-from megatron_rl.config import RunConfig
+from megatron_rl.config import AlgorithmConfig, RunConfig
 from megatron_rl.errors import RolloutError, RouteError
-from megatron_rl.objectives.advantages import gae, whiten
-from megatron_rl.objectives.diagnostics import mismatch, pearson
-from megatron_rl.objectives.numerics import moments
-from megatron_rl.objectives.rewards import place_rewards, shape_with_kl, successor_values
-from megatron_rl.objectives.value import explained_variance
+from megatron_rl.objectives.advantages import whiten
+from megatron_rl.objectives.importance import keep_by_staleness
+from megatron_rl.objectives.rewards import overlong_filter, shape_with_kl, successor_values
+from megatron_rl.objectives.segments import repeat
 from megatron_rl.reduce import gather_slots, sum_over
-from megatron_rl.rollouts.schema import EXCLUDED_OUTCOMES, RolloutBatch
+from megatron_rl.rollouts.schema import RolloutBatch
+from megatron_rl.training.advantages import Estimate, Timeline, correct_rows, estimate, place_all_rewards, timeline
 from megatron_rl.training.agents import Agents
+from megatron_rl.training.correction import accepted
+from megatron_rl.training.diagnostics import (
+    batch_metrics,
+    mismatch_metrics,
+    prompt_information_metrics,
+    prompt_mean_baseline,
+    staleness_metrics,
+)
 from megatron_rl.training.records import ScoredBatch
+from megatron_rl.training.selection import numbered, select, total_rewards
 
 
 def readout(config: RunConfig) -> Readout:
@@ -131,64 +140,147 @@ def streams(batch: RolloutBatch) -> tuple[TokenStream, TokenStream]:
     return actor, critic
 
 
-def trainable_rows(batch: RolloutBatch) -> np.ndarray:
-    """Trajectories with a decision and an outcome that may enter a loss."""
-    decisions = np.diff(decision_offsets(batch.action_mask, batch.offsets))
-    allowed = np.array([outcome not in EXCLUDED_OUTCOMES for outcome in batch.outcome], bool)
-    return np.flatnonzero((decisions > 0) & allowed)
-
-
-def score_batch(agents: Agents, batch: RolloutBatch) -> ScoredBatch:
+def score_batch(agents: Agents, batch: RolloutBatch, *, monte_carlo: bool = False) -> ScoredBatch:
     """Everything that is worked out once per rollout batch, before any update.
 
     Args:
         agents: live models; their weights are unchanged.
         batch: validated rollouts.
+        monte_carlo: critic targets with λ = 1, for value pretraining.
     """
-    device, algorithm = platform.device(), agents.config.algorithm
+    algorithm = agents.config.algorithm
+    selection = select(algorithm, batch)
+    rows, metrics = selection
     actor, critic = streams(batch)
-    rows = trainable_rows(batch)
-    tensor = lambda array, dtype: torch.tensor(np.asarray(array), dtype=dtype, device=device)  # noqa: E731
-    offsets = tensor(decision_offsets(batch.action_mask, batch.offsets), torch.int64)
-    mask = np.asarray(batch.action_mask)
-    behaviour = tensor(np.asarray(batch.logprobs)[mask], torch.float32)
+    times = timeline(batch, _tensor(decision_offsets(batch.action_mask, batch.offsets), torch.int64))
+    offsets, mask = times.offsets, np.asarray(batch.action_mask)
+    behaviour = _tensor(np.asarray(batch.logprobs)[mask], torch.float32)
+    versions = _tensor(np.asarray(batch.version)[mask], torch.int64)
     values, bootstrap, load = _values(agents, critic, batch, rows, len(behaviour))
-    _check_finite(batch, offsets, values, "critic values")
     anchor = policy_logprobs(agents, actor, batch, rows) if algorithm.anchor == "recompute" else None
     reference = _reference(agents, actor, batch, rows)
-    for name, logprobs in (("anchor log-probs", anchor), ("reference log-probs", reference)):
-        if logprobs is not None:
-            _check_finite(batch, offsets, logprobs, name)
-    rewards = _rewards(batch, offsets, device)
-    if algorithm.kl_reward_coef:
-        rewards = shape_with_kl(rewards, behaviour, reference, algorithm.kl_reward_coef)
-    successor, _ = successor_values(
-        tensor(batch.truncated, torch.bool),
-        tensor(batch.boundary_known, torch.bool),
-        bootstrap.double(),
-        "zero" if algorithm.missing_boundary == "zero" else "error",
-    )
-    advantages, returns = gae(
-        rewards.double(),
-        values.double(),
-        offsets,
-        gamma=algorithm.gamma,
-        lam_actor=algorithm.lam_actor,
-        lam_critic=algorithm.lam_critic,
-        bootstrap=successor.double(),
-    )
-    kept = decisions_of(offsets, rows)
-    metrics = _batch_metrics(batch, rows, values.double()[kept], returns[kept])
-    if anchor is not None:
-        metrics |= {f"mismatch/{k}": v for k, v in mismatch_metrics(anchor[kept], behaviour[kept]).items()}
+    _check_all_finite(batch, offsets, {"critic values": values, "anchor log-probs": anchor,
+                                       "reference log-probs": reference})  # fmt: skip
+    played = decisions_of(offsets, rows)
+    estimated = _estimate(agents, batch, times, behaviour, reference, played, (values, bootstrap), monte_carlo)
+    kept = _policy_decisions(agents, batch, times, played, versions, anchor, behaviour)
+    value_kept = _value_decisions(algorithm, batch, times, played)
+    advantages = estimated.advantages
     if algorithm.whiten and kept.any():
         whitened = torch.zeros_like(advantages)
         whitened[kept] = whiten(advantages[kept])
         advantages = whitened
+    metrics = metrics | batch_metrics(batch, rows) | estimated.metrics
+    metrics |= staleness_metrics(versions, agents.version, played)
+    metrics |= prompt_information_metrics(agents, batch, rows, _native_logprobs)
+    metrics |= _divergences(anchor, reference, behaviour, kept)
+    if algorithm.needs_critic:
+        metrics |= prompt_mean_baseline(batch, rows)
+    needs_correct = algorithm.policy_loss == "drpo" or algorithm.likelihood_coef
     return ScoredBatch(
-        batch, actor, critic, rows, offsets, behaviour, tensor(np.asarray(batch.version)[mask], torch.int64), anchor,
-        reference, values, advantages.float(), returns.float(), load, metrics,
-    )  # fmt: skip
+        batch=batch,
+        actor=actor,
+        critic=critic,
+        rows=rows,
+        offsets=offsets,
+        turn_offsets=times.turn_offsets,
+        prompts=numbered(batch.prompt_ids).to(offsets.device),
+        groups=numbered(batch.group_ids).to(offsets.device),
+        kept=kept,
+        value_kept=value_kept,
+        correct=correct_rows(algorithm, batch, _tensor(total_rewards(batch), torch.float64)) if needs_correct else None,
+        behaviour=behaviour,
+        versions=versions,
+        anchor=anchor,
+        reference=reference,
+        values=values,
+        advantages=advantages.float(),
+        returns=None if estimated.returns is None else estimated.returns.float(),
+        critic_load=load,
+        actor_steps=agents.actor.steps,
+        metrics=metrics,
+    )
+
+
+def _tensor(array, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(np.asarray(array), dtype=dtype, device=platform.device())
+
+
+def _estimate(
+    agents: Agents,
+    batch: RolloutBatch,
+    times: Timeline,
+    behaviour,
+    reference,
+    played: torch.Tensor,
+    critic,
+    monte_carlo,
+) -> Estimate:
+    """Rewards placed and shaped, then advantages and returns."""
+    algorithm, (values, bootstrap) = agents.config.algorithm, critic
+    rewards = place_all_rewards(algorithm, batch, times)
+    if algorithm.kl_reward_coef:
+        rewards = shape_with_kl(rewards, behaviour, reference, agents.controllers.kl_coef)
+    if values is None:
+        return estimate(algorithm, batch, times, rewards.double(), played)
+    successor, _ = successor_values(
+        _tensor(batch.truncated, torch.bool),
+        _tensor(batch.boundary_known, torch.bool),
+        bootstrap.double(),
+        "zero" if algorithm.missing_boundary == "zero" else "error",
+    )
+    return estimate(
+        algorithm, batch, times, rewards.double(), played, values.double(), successor.double(), monte_carlo=monte_carlo
+    )
+
+
+def _policy_decisions(
+    agents: Agents, batch: RolloutBatch, times: Timeline, played: torch.Tensor, versions, anchor, behaviour
+) -> torch.Tensor:
+    """bool [D]: of the decisions in play, those that overlong filter, staleness and a known anchor leave."""
+    algorithm, offsets = agents.config.algorithm, times.offsets
+    kept = played & keep_by_staleness(
+        versions, agents.version, algorithm.max_staleness or 0, offsets, algorithm.staleness_rule
+    )
+    if algorithm.overlong_filter:
+        kept = kept & repeat(_overlong(batch)[0], offsets)
+    return kept if anchor is None else accepted(algorithm, anchor, behaviour, offsets, kept)
+
+
+def _value_decisions(algorithm: AlgorithmConfig, batch: RolloutBatch, times: Timeline, played: torch.Tensor):
+    """bool [D]: decisions the critic learns from. What the overlong filter takes from the policy stays, if its
+    successor value is known."""
+    if algorithm.advantage == "turn_gae":
+        played = played & times.turn_starts
+    return played & repeat(_overlong(batch)[1], times.offsets) if algorithm.overlong_filter else played
+
+
+def _overlong(batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    return overlong_filter(_tensor(batch.truncated, torch.bool), _tensor(batch.boundary_known, torch.bool))
+
+
+def _divergences(anchor, reference, behaviour: torch.Tensor, kept: torch.Tensor) -> dict[str, float]:
+    """Mismatch between anchor and sampler, and mean k3 between sampler and reference."""
+    metrics = {}
+    if not kept.any():
+        return metrics
+    if anchor is not None:
+        metrics |= {f"mismatch/{k}": v for k, v in mismatch_metrics(anchor[kept], behaviour[kept]).items()}
+    if reference is not None:
+        metrics["policy/kl_to_reference"] = mismatch_metrics(reference[kept], behaviour[kept])["k3"]
+    return metrics
+
+
+def _native_logprobs(agents: Agents, stream: TokenStream, rows: np.ndarray) -> torch.Tensor:
+    # A response after another's prompt may be longer than any sequence that was played.
+    budget = max(agents.config.batching.token_budget, int(stream.lengths.max()))
+    return policy_logprobs(agents, stream, None, rows, budget=budget, replay=False)
+
+
+def _check_all_finite(batch: RolloutBatch, offsets: torch.Tensor, scores: dict[str, torch.Tensor | None]) -> None:
+    for what, found in scores.items():
+        if found is not None:
+            _check_finite(batch, offsets, found, what)
 
 
 def _check_finite(batch: RolloutBatch, offsets: torch.Tensor, scores: torch.Tensor, what: str) -> None:
@@ -216,7 +308,9 @@ def decisions_of(offsets: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
 
 
 def _values(agents: Agents, stream: TokenStream, batch, rows, decisions: int):
-    """Values [D], bootstrap values [B], and the experts the critic chose."""
+    """Values [D], bootstrap values [B], and the experts the critic chose; (None, None, {}) without a critic."""
+    if agents.critic is None:
+        return None, None, {}
     planned = plan(agents, stream, rows)
     parts = prepare(agents, agents.critic.model, stream, batch, planned, rows, replay=False)
     readings = score_slots(agents, agents.critic, stream, parts, planned.length)[0]
@@ -234,55 +328,3 @@ def _reference(agents: Agents, stream: TokenStream, batch, rows) -> torch.Tensor
     with agents.reference.swapped_in():
         replay = agents.config.replay.enabled and agents.config.replay.reference
         return policy_logprobs(agents, stream, batch, rows, replay=replay)
-
-
-def _rewards(batch: RolloutBatch, offsets: torch.Tensor, device) -> torch.Tensor:
-    """[D]: terminal reward on the last decision, feedback on the last decision of its turn."""
-    turn_id = np.asarray(batch.turn_id)[np.asarray(batch.action_mask)]
-    decisions = offsets.cpu().numpy()
-    starts = np.flatnonzero(np.diff(turn_id, prepend=-2) != 0) if len(turn_id) else np.empty(0, np.int64)
-    # A trajectory's first decision starts a turn even where the turn number happens to continue the one before.
-    starts = np.union1d(starts, decisions[:-1][np.diff(decisions) > 0])
-    turn_offsets = np.append(starts, len(turn_id))
-    return place_rewards(
-        torch.tensor(np.asarray(batch.reward), device=device),
-        offsets,
-        torch.tensor(np.asarray(batch.turn_rewards), device=device),
-        torch.as_tensor(turn_offsets, device=device),
-    )
-
-
-def mismatch_metrics(logprobs: torch.Tensor, behaviour: torch.Tensor) -> dict[str, float]:
-    """Trainer against engine on the decisions both scored: mean k1 and k3, share of ratios beyond 2 and 5, largest."""
-    found = mismatch(logprobs, behaviour)
-    means = {name: _ratio(getattr(found, name)) for name in ("k1", "k3", "extreme2", "extreme5")}
-    return means | {"largest": float(found.largest), "pearson": float(pearson(found.probabilities))}
-
-
-def _ratio(sums: torch.Tensor) -> float:
-    return float(sums[0] / sums[1]) if sums[1] != 0 else float("nan")
-
-
-def _batch_metrics(
-    batch: RolloutBatch, rows: np.ndarray, values: torch.Tensor, returns: torch.Tensor
-) -> dict[str, float]:
-    if not len(rows):
-        return {"rollout/trajectories": 0.0}
-    totals = [
-        float(batch.reward[b]) + float(batch.turn_rewards[batch.turn_offsets[b] : batch.turn_offsets[b + 1]].sum())
-        for b in rows
-    ]
-    lengths = np.diff(batch.offsets)[rows]
-    return {
-        "rollout/trajectories": float(len(rows)),
-        "rollout/reward_mean": float(np.mean(totals)),
-        "rollout/reward_std": float(np.std(totals)),
-        "rollout/tokens_mean": float(lengths.mean()),
-        "rollout/tokens": float(lengths.sum()),
-        "rollout/turns_mean": float(np.diff(batch.turn_offsets)[rows].mean()),
-        "rollout/truncated": float(np.asarray(batch.truncated)[rows].mean()),
-        "rollout/success": float(np.mean([bool(batch.metadata[b].get("success", False)) for b in rows]))
-        if batch.metadata
-        else float("nan"),
-        "critic/explained_variance": float(explained_variance(moments(returns), moments(returns - values))),
-    }

@@ -3,20 +3,19 @@ entrance; the loop sees one interface."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import torch.distributed as dist
-
-from megatron_rl.backend import platform
 from megatron_rl.config import RunConfig
-from megatron_rl.engines.local import LocalEngine
-from megatron_rl.engines.tasks import Task
 from megatron_rl.rollouts.schema import ModelFingerprint, RolloutBatch
-from megatron_rl.training.rollout import evaluate, load_validated, record
+from megatron_rl.training.agents import Agents
+from megatron_rl.training.ledger import Ledger
 from megatron_rl.training.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from megatron_rl.engines.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,22 @@ class Source(Protocol):
         """
         ...
 
-    def publish(self, weights: Path, version: int) -> None:
-        """Go on with these weights, an HF directory."""
+    def publish(self, agents: Agents, batch: RolloutBatch | None = None) -> None:
+        """Go on with the actor's present weights, which are `agents.version`.
+
+        Args:
+            agents: the live parts.
+            batch: the rollouts just trained on, for a canary; None before the first update.
+        """
         ...
 
-    def evaluate(self, episodes: int) -> float | None:
-        """Greedy success on held-out episodes; None: the source cannot play."""
+    def evaluate(self, episodes: int, *, final: bool) -> Mapping[str, float]:
+        """`evaluation/success`, greedy success on held-out episodes; empty where there is nothing to tell.
+
+        Args:
+            episodes: how many are played.
+            final: the run ends: wait for the answer.
+        """
         ...
 
     def state(self) -> dict[str, Any]:
@@ -54,57 +63,45 @@ class Source(Protocol):
         """Continue from `state`."""
         ...
 
+    def close(self, *, complete: bool) -> None:
+        """The loop is left. `complete`: the run is over, not only stopped. Not collective; may be called in a crash."""
+        ...
 
-class PlayedSource:
-    """The embedded engine plays an iteration's episodes when they are asked for: on-policy, on the trainer's ranks.
+
+@dataclass(frozen=True)
+class Supply:
+    """What sources are made of."""
+
+    config: RunConfig
+    fingerprint: ModelFingerprint
+    """Whose rollouts are accepted."""
+    ledger: Ledger
+    """What was trained on, and what a lost run had been about to."""
+    stop: StopRequest
+
+    @property
+    def output(self) -> Path:
+        """The run directory."""
+        return Path(self.config.output)
+
+
+def make_source(supply: Supply, task: Task | None, agents: Agents) -> Source:
+    """The source that the configuration asks for, with the present weights published.
 
     Args:
-        config: the run.
-        task: what is played.
-        fingerprint: whose rollouts are accepted.
-        weights: HF directory to start with.
-        version: its version.
-        stop: asked between the turns of episodes.
+        supply: configuration and what belongs to it.
+        task: what is played; None where nothing is.
+        agents: the live parts.
     """
+    # Each source is imported where it is used: recorded runs need no engine, and no engine's libraries.
+    if supply.config.rollout.recorded:
+        from megatron_rl.training.recorded import RecordedSource
 
-    def __init__(
-        self,
-        config: RunConfig,
-        task: Task,
-        fingerprint: ModelFingerprint,
-        weights: Path,
-        version: int,
-        stop: StopRequest,
-    ) -> None:
-        self._config, self._task, self._fingerprint, self._stop = config, task, fingerprint, stop
-        self._directory = Path(config.output) / "rollouts"
-        self.engine = LocalEngine(
-            weights,
-            dtype=platform.dtype(config.rollout.engine_dtype or config.model.dtype),
-            temperature=config.rollout.temperature,
-            version=version,
-            device=platform.device(),
-        )
+        return RecordedSource(supply)
+    if supply.config.rollout.has_process:
+        from megatron_rl.training.stream import StreamSource
 
-    def next(self, iteration: int, version: int) -> Delivery | None:
-        """See `Source`. A resumed run plays the same episodes again."""
-        seed = np.random.SeedSequence([self._config.seed, iteration, dist.get_rank()]).generate_state(1)[0]
-        self.engine.reseed(int(seed))
-        directory = record(self._config, self.engine, self._task, iteration, self._directory, self._stop)
-        batch, _ = load_validated(self._config, directory, self._fingerprint, version)
-        return Delivery(batch)
+        return StreamSource(supply, agents)
+    from megatron_rl.training.played import PlayedSource
 
-    def publish(self, weights: Path, version: int) -> None:
-        """See `Source`."""
-        self.engine.load(weights, version)
-
-    def evaluate(self, episodes: int) -> float | None:
-        """See `Source`."""
-        return evaluate(self._config, self.engine, self._task, episodes)
-
-    def state(self) -> dict[str, Any]:
-        """See `Source`: episodes are a function of the iteration."""
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """See `Source`."""
+    return PlayedSource(supply, task, agents)

@@ -34,11 +34,14 @@ def throughput_metrics(
     update_seconds = sum(seconds.get(name, 0.0) for name in passes)
     if not update_seconds:
         return {}
-    scoring = 2 if algorithm.anchor == "ewma" else 0
+    scoring = 2 * ((algorithm.anchor == "ewma") + algorithm.method.needs_whole_step)
     flops = (
         active_parameters(agents.actor.model.hf)
         * tokens
-        * (6 * passes["critic"] + (6 + scoring) * passes["actor"] * bool(seconds.get("actor")))
+        * (
+            6 * passes["critic"] * bool(seconds.get("critic"))
+            + (6 + scoring) * passes["actor"] * bool(seconds.get("actor"))
+        )
     )
     trained = tokens * sum(passes[name] for name in passes if seconds.get(name))
     return {

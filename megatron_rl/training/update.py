@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -12,48 +14,55 @@ from megatron_rl.backend.optimizer import Optimizer
 from megatron_rl.backend.replay import RouterLosses
 from megatron_rl.backend.step import LossFunction, train
 from megatron_rl.batching import TokenStream
+from megatron_rl.config import AlgorithmConfig
+from megatron_rl.objectives.aggregation import Rule
+from megatron_rl.objectives.segments import repeat
 from megatron_rl.reduce import from_last, sum_over
 from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.training.agents import Agents
+from megatron_rl.training.correction import accepted, importance_weights, removal_metrics
+from megatron_rl.training.diagnostics import mismatch_metrics
+from megatron_rl.training.frozen import attention, step_without
 from megatron_rl.training.losses import (
     POLICY_SUMS,
     VALUE_SUMS,
+    CoefficientTerms,
     PolicyTerms,
     ValueTerms,
-    importance_weights,
     loss_weights,
 )
 from megatron_rl.training.records import ScoredBatch
-from megatron_rl.training.score import (
-    decisions_of,
-    mismatch_metrics,
-    plan,
-    policy_logprobs,
-    prepare,
-    readout,
-    score_slots,
-)
+from megatron_rl.training.score import decisions_of, plan, policy_logprobs, prepare, readout, score_slots
+from megatron_rl.training.surrogates import StepSegments, StepVectors, WholeStepLoss, whole_step_loss
 
 
 def update_actor(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> dict[str, float]:
     """One policy step on these trajectories; the anchor ticks if it was completed.
 
     Returns:
-        Metrics, the same on every rank. A minibatch without decisions changes nothing and says `actor/skipped`.
+        Metrics, the same on every rank. A minibatch without decisions, or whose decisions were all removed, changes
+        nothing and says `actor/skipped`.
     """
     algorithm = agents.config.algorithm
-    weights = _weights(agents, scored, rows)
-    counted = weights != 0
-    if not counted.any():
+    kept = scored.kept & decisions_of(scored.offsets, rows)
+    if not kept.any():
         return {"actor/skipped": 1.0}
     anchor = _anchor(agents, scored, rows)
-    omega, metrics = importance_weights(algorithm, anchor, scored.behaviour, scored.offsets, weights)
-    terms = PolicyTerms(algorithm, scored.advantages, scored.behaviour, anchor, scored.reference, weights, omega)
+    kept, metrics = _remove(algorithm, scored, rows, kept, anchor)
+    if not kept.any():
+        return metrics | {"actor/skipped": 1.0}
+    vectors, found = _vectors(algorithm, scored, kept, anchor)
+    whole = _whole_step(agents, scored, rows, vectors) if algorithm.method.needs_whole_step else None
+    kl_coef = agents.controllers.kl_coef if algorithm.kl_loss_coef else 0.0
+    terms = PolicyTerms(algorithm, vectors, kl_coef, whole)
     losses = _router_losses(agents, agents.actor, scored.batch, rows, _recorded_load(agents, scored, rows))
     sums, step = _step(agents, agents.actor, scored.actor, scored.batch, rows, terms, losses, len(POLICY_SUMS))
-    metrics |= step | {
-        f"mismatch/anchor_{k}": v for k, v in mismatch_metrics(anchor[counted], scored.behaviour[counted]).items()
-    }
+    metrics |= (
+        found
+        | step
+        | {f"mismatch/anchor_{k}": v for k, v in mismatch_metrics(anchor[kept], scored.behaviour[kept]).items()}
+    )
+    metrics |= {} if whole is None else whole.metrics
     metrics |= _named("actor", POLICY_SUMS, sums) | _replay_metrics(agents)
     if agents.anchor is not None and metrics["actor/stepped"]:
         agents.anchor.tick()
@@ -62,10 +71,13 @@ def update_actor(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> dict[
 
 def update_critic(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> dict[str, float]:
     """One critic step on these trajectories. Returns metrics as `update_actor` does."""
-    weights = _weights(agents, scored, rows)
-    if not (weights != 0).any():
+    algorithm = agents.config.algorithm
+    kept = scored.value_kept & decisions_of(scored.offsets, rows)
+    if not kept.any():
         return {"critic/skipped": 1.0}
-    terms = ValueTerms(agents.config.algorithm, scored.returns, scored.values, weights)
+    turns = "sequence_mean" if algorithm.advantage == "turn_gae" else algorithm.aggregation
+    weights = _weights(algorithm, scored, kept, algorithm.value_aggregation or turns)
+    terms = ValueTerms(algorithm, scored.returns, scored.values, weights)
     losses = _router_losses(agents, agents.critic, scored.batch, rows, scored.critic_load)
     sums, step = _step(agents, agents.critic, scored.critic, scored.batch, rows, terms, losses, len(VALUE_SUMS))
     return _named("critic", VALUE_SUMS, sums) | step
@@ -75,15 +87,8 @@ def _named(prefix: str, names: tuple[str, ...], sums: torch.Tensor) -> dict[str,
     return {f"{prefix}/{name}": float(value) for name, value in zip(names, sums, strict=True)}
 
 
-def _weights(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> torch.Tensor:
-    device = scored.offsets.device
-    _, prompts = np.unique(np.asarray(scored.batch.prompt_ids), return_inverse=True)
-    return loss_weights(
-        agents.config.algorithm,
-        scored.offsets,
-        torch.as_tensor(rows, device=device),
-        torch.as_tensor(prompts, device=device),
-    )
+def _weights(algorithm: AlgorithmConfig, scored: ScoredBatch, kept: torch.Tensor, rule: Rule) -> torch.Tensor:
+    return loss_weights(rule, scored.offsets, kept, scored.prompts, algorithm.aggregation_constant)
 
 
 def _anchor(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> torch.Tensor:
@@ -96,6 +101,60 @@ def _anchor(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> torch.Tens
     with agents.anchor.swapped_in():
         anchor = policy_logprobs(agents, scored.actor, scored.batch, rows)
     return torch.where(decisions_of(scored.offsets, rows), anchor, scored.behaviour)
+
+
+def _remove(
+    algorithm: AlgorithmConfig, scored: ScoredBatch, rows: np.ndarray, kept: torch.Tensor, anchor: torch.Tensor
+):
+    """(decisions that rejection and veto leave, how much was removed in all). An anchor known at scoring has removed
+    there already."""
+    if not algorithm.removes:
+        return kept, {}
+    left = accepted(algorithm, anchor, scored.behaviour, scored.offsets, kept)
+    before = decisions_of(scored.offsets, rows)
+    return left, removal_metrics(before, left, anchor, scored.behaviour)
+
+
+def _vectors(algorithm: AlgorithmConfig, scored: ScoredBatch, kept: torch.Tensor, anchor: torch.Tensor):
+    """(constants of the step, metrics of the importance weights)."""
+    weights = _weights(algorithm, scored, kept, algorithm.aggregation)
+    omega, metrics = importance_weights(
+        algorithm, anchor, scored.behaviour, scored.offsets, scored.turn_offsets, weights
+    )
+    likelihood = None
+    if algorithm.likelihood_coef:
+        solved = kept & repeat(scored.correct, scored.offsets)
+        likelihood = algorithm.likelihood_coef * _weights(algorithm, scored, solved, "token_mean")
+        metrics["actor/correct"] = float(solved.sum() / kept.sum())
+    vectors = StepVectors(scored.advantages, scored.behaviour, anchor, scored.reference, weights, omega, likelihood)
+    return vectors, metrics
+
+
+def _whole_step(agents: Agents, scored: ScoredBatch, rows: np.ndarray, vectors: StepVectors) -> WholeStepLoss:
+    """The policy loss on log π_θ of the whole step, read in a scoring pass unless the anchor was just scored by θ."""
+    algorithm = agents.config.algorithm
+    if scored.anchor is not None and agents.actor.steps == scored.actor_steps:
+        logprobs = scored.anchor
+    else:
+        logprobs = policy_logprobs(agents, scored.actor, scored.batch, rows)
+    exact = None
+    if algorithm.method.bias_correction and algorithm.clipping_bias == "exact":
+        exact = partial(_gradient_norm, agents, scored, rows)
+    segments = StepSegments(scored.offsets, scored.turn_offsets, scored.groups, scored.correct)
+    return whole_step_loss(algorithm, logprobs, vectors, segments, exact)
+
+
+def _gradient_norm(agents: Agents, scored: ScoredBatch, rows: np.ndarray, coefficients: torch.Tensor) -> float:
+    """‖Σ c_j ∇log π_θ(a_j)‖₂ by a backward pass; leaves no gradient behind."""
+    model = agents.actor.model
+    planned = plan(agents, scored.actor, rows)
+    replay = agents.config.replay.enabled
+    parts = prepare(agents, model, scored.actor, scored.batch, planned, rows, replay=replay)
+    train(model, parts, planned.length, readout(agents.config), CoefficientTerms(coefficients))
+    agents.actor.megatron.prepare_grads()
+    norm = agents.actor.gradient_norm()
+    agents.actor.zero_grad()
+    return norm
 
 
 def _step(
@@ -114,7 +173,8 @@ def _step(
         total = sum_over(sums.clone(), topology.dp_cp_group)
     total = from_last(total, topology.pp_group)
     rate = optimizer.learning_rate()
-    stepped, norm = optimizer.step()
+    frozen = name == "critic" and agents.config.algorithm.critic_freeze_attention
+    stepped, norm = step_without(optimizer, attention) if frozen else optimizer.step()
     return total, {
         f"{name}/stepped": float(stepped),
         f"{name}/grad_norm": norm,

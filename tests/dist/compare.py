@@ -57,9 +57,9 @@ def _all_errors(found: Result, expected: Result, lr: float, floor: float) -> Ite
     for name, values in expected.scored.items():
         yield "value", _largest(found.scored[name] - values)
     size = _mean_logprob(expected.steps[0])
-    scales = {name: size for name in expected.metrics if name.startswith("mismatch/")}
+    scales = {name: size for name in expected.metrics if name.startswith(("mismatch/", "policy/"))}
     # 1 − Var/Var: its terms are of size 1, however small it is itself.
-    scales["critic/explained_variance"] = 1.0
+    scales |= {name: 1.0 for name in expected.metrics if "explained_variance" in name}
     for _, error in _scalar_errors(found.metrics, expected.metrics, scales):
         yield "scalar", error
     for ours, theirs in zip(found.steps, expected.steps, strict=True):

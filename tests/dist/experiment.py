@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from megatron_rl.backend.weights import export_hf, import_hf
 from megatron_rl.batching import TokenStream, build_layout
 from megatron_rl.hf.config import read_hf_config
 from megatron_rl.reduce import gather_slots
+from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.training.agents import Agents, build_agents
 from megatron_rl.training.records import ScoredBatch
 from megatron_rl.training.score import plan, prepare, readout, score_batch, streams
@@ -80,16 +81,29 @@ def two_steps(scenario: Scenario, layout: Layout) -> Result:
     agents = start(scenario, layout)
     order = shuffle_order(len(scenario.batch)) if layout.shuffled else np.arange(len(scenario.batch))
     decisions = torch.as_tensor(decision_order(scenario.batch, order))
-    scored = score_batch(agents, reordered(scenario.batch, order))
-    load(agents.critic, scenario.checkpoints["critic"])
+    scored = score(agents, scenario, reordered(scenario.batch, order))
+    found = {name: getattr(scored, name) for name in ("advantages", "returns", "values")}
     result = Result(
-        {name: _restored(getattr(scored, name), decisions) for name in ("advantages", "returns", "values")},
-        scored.metrics,
+        {name: _restored(values, decisions) for name, values in found.items() if values is not None}, scored.metrics
     )
     where = np.argsort(order)
     for rows in (np.sort(where[np.isin(order[where], order[scored.rows])]), where[list(SECOND_STEP)]):
         result.steps.append(_one_step(agents, scored, rows, decisions))
     return result if dist.get_rank() == 0 else Result({}, result.metrics, [_small(found) for found in result.steps])
+
+
+def score(agents: Agents, scenario: Scenario, batch: RolloutBatch) -> ScoredBatch:
+    """Score with old weights, then go on with the new ones: an anchor scored once is not θ either."""
+    once = agents.config.algorithm.anchor == "recompute"
+    if once:
+        load(agents.actor, scenario.checkpoints["anchor"])
+    scored = score_batch(agents, batch)
+    if agents.critic is not None:
+        load(agents.critic, scenario.checkpoints["critic"])
+    if not once:
+        return scored
+    load(agents.actor, scenario.checkpoints["actor"])
+    return replace(scored, actor_steps=-1)
 
 
 def _small(found: StepResult) -> StepResult:
@@ -104,17 +118,22 @@ def _restored(values: torch.Tensor, decisions: torch.Tensor) -> torch.Tensor:
 def _one_step(agents: Agents, scored: ScoredBatch, rows: np.ndarray, decisions: torch.Tensor) -> StepResult:
     readings, margin = read_all(agents, scored, rows)
     gradients: dict[str, Weights] = {}
-    with capture(agents.actor, gradients, "actor"), capture(agents.critic, gradients, "critic"):
-        metrics = update_actor(agents, scored, rows)
-        check_consumed(agents, agents.actor.model, metrics["actor/micro_batches"])
-        metrics |= update_critic(agents, scored, rows)
-        check_consumed(agents, agents.critic.model, metrics["critic/micro_batches"])
-    weights = {"actor": whole(agents.actor.model), "critic": whole(agents.critic.model)}
+    metrics: dict[str, float] = {}
+    for name, (optimizer, update) in _updates(agents).items():
+        with capture(optimizer, gradients, name):
+            metrics |= update(agents, scored, rows)
+        check_consumed(agents, optimizer.model, metrics[f"{name}/micro_batches"])
+    weights = {name: whole(optimizer.model) for name, (optimizer, _) in _updates(agents).items()}
     if agents.anchor is not None:
         with agents.anchor.swapped_in():
             weights["ewma"] = whole(agents.actor.model)
     restored = {name: _restored(values, decisions) for name, values in readings.items()}
     return StepResult(restored, margin, metrics, gradients, weights, agents.anchor.z if agents.anchor else 0.0)
+
+
+def _updates(agents: Agents) -> dict[str, tuple[Optimizer, Callable[..., dict[str, float]]]]:
+    actor = {"actor": (agents.actor, update_actor)}
+    return actor if agents.critic is None else {**actor, "critic": (agents.critic, update_critic)}
 
 
 def read_all(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> tuple[dict[str, torch.Tensor], float]:
@@ -132,9 +151,11 @@ def read_all(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> tuple[dic
             margins.append(_margin(agents.actor.model))
     for saved, main in zip(before, main_weights(agents.actor), strict=True):
         assert torch.equal(saved, main), "swapping weights in and out changed them"
-    critic = read(agents, agents.critic, scored.critic, scored.batch, rows, replay=False)[0]
-    margins.append(_margin(agents.critic.model))
-    return found | {"values": critic[: len(scored.values)]}, min(margins)
+    if agents.critic is not None:
+        critic = read(agents, agents.critic, scored.critic, scored.batch, rows, replay=False)[0]
+        margins.append(_margin(agents.critic.model))
+        found["values"] = critic[: len(scored.values)]
+    return found, min(margins)
 
 
 def _margin(model: Model) -> float:

@@ -25,7 +25,9 @@ OBJECTIVES = {
     "decoupled": dict(sequence_is_cap=None, dual_clip=None, kl_estimator="k2"),
     "recompute": dict(anchor="recompute", sequence_is_cap=None, token_is_cap=1.1, kl_loss_coef=0.0, kl_reward_coef=0.1,
                       aggregation="prompt_mean"),
-    "behaviour": dict(anchor="behaviour", sequence_is_normalise=True, aggregation="token_mean", kl_estimator="k1"),
+    "behaviour": dict(anchor="behaviour", sequence_is_cap=None, aggregation="token_mean", kl_estimator="k1"),
+    "removed": dict(anchor="recompute", sequence_is_cap=None, turn_is_cap=1.3, is_normalise=True, rejection="token",
+                    rejection_max=0.02, likelihood_coef=0.1, value_aggregation="token_mean", kl_loss_coef=0.0),
     "constant": dict(aggregation="constant", aggregation_constant=150.0, whiten=False, aux_loss_coef=0.0,
                      value_clip=None),
 }  # fmt: skip

@@ -89,7 +89,8 @@ def skip_step(config) -> bool:
     import torch
 
     from megatron_rl.backend.anchor import main_weights
-    from megatron_rl.training.rollout import load_validated, record
+    from megatron_rl.training.entrance import load_validated
+    from megatron_rl.training.rollout import record
     from megatron_rl.training.score import score_batch
     from megatron_rl.training.update import update_actor, update_critic
 
@@ -120,7 +121,8 @@ def gate(config, tamper: str) -> str:
     """What the gate says of freshly sampled rollouts after one thing was changed."""
     from megatron_rl.errors import ConfigError
     from megatron_rl.training.gate import check_first_step
-    from megatron_rl.training.rollout import load_validated, record
+    from megatron_rl.training.entrance import load_validated
+    from megatron_rl.training.rollout import record
 
     loop, _ = _loop(config)
     if tamper == "temperature":
@@ -143,7 +145,7 @@ def gate(config, tamper: str) -> str:
 def load_validated_as(config, directory: Path, loop, tamper: str):
     """Reads the batch as the trainer would; a header that lies about the temperature is past the entrance already."""
     from megatron_rl.rollouts.store import read_batch
-    from megatron_rl.training.rollout import load_validated
+    from megatron_rl.training.entrance import load_validated
 
     if tamper == "temperature":
         return read_batch(directory), None
@@ -167,7 +169,8 @@ def test_the_gate_names_the_cause(ranks: RankPool, tiny: Path, tmp_path: Path, t
 
 
 def read_bad(config, version: int) -> int:
-    from megatron_rl.training.rollout import load_validated, record
+    from megatron_rl.training.entrance import load_validated
+    from megatron_rl.training.rollout import record
 
     loop, _ = _loop(config)
     directory = record(config, loop.source.engine, loop.task, 0, loop.output / "rollouts")

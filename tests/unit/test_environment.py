@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -109,3 +110,15 @@ def test_every_runtime_dependency_is_locked() -> None:
         lines = [line for line in lock.read_text().splitlines() if not line.startswith("#")]
         assert all("==" in line for line in lines)
         assert wanted <= {line.split("==")[0].lower() for line in lines}, lock.name
+
+
+def test_lock_file_without_dependencies_installs_what_it_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(environment.subprocess, "run", lambda command, **_: ran.append(command) or done)
+    lock = tmp_path / "lock.txt"
+    for text, bare in (("a==1\n", False), (f"{environment.NO_DEPS}\na==1\n", True)):
+        lock.write_text(text)
+        ran.clear()
+        environment._fill(tmp_path / "venv", lock)
+        assert ("--no-deps" in ran[1]) == bare and (len(ran) == 2) == bare, ran

@@ -8,9 +8,9 @@ import pytest
 
 from megatron_rl import errors
 
-ALL = [
-    getattr(errors, name) for name in ("ConfigError", "RolloutError", "RouteError", "CheckpointError", "LaunchError")
-]
+NAMES = ("ConfigError", "RolloutError", "RouteError", "CheckpointError", "LaunchError", "EngineError",
+         "EngineUnavailableError", "EngineAnswerError", "EngineVersionError")  # fmt: skip
+ALL = [getattr(errors, name) for name in NAMES]
 PARTS = {"file": "a.arrow", "row": 0, "field": "tokens", "found": 0, "expected": "[0, 7)", "setting": "data.on_bad"}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.lanes import DEFAULT, LANES, NO_TESTS, PASSED, PYTHON, Lane, run_lane, run_lanes
+from tools.lanes import DEFAULT, LANES, NO_TESTS, PASSED, PYTHON, ROOT, Lane, interpreter_of, run_lane, run_lanes
 
 OK = Lane("ok", 1, ((PYTHON, "-c", "print('ran')"),))
 BAD = Lane("bad", 1, ((PYTHON, "-c", "raise SystemExit(3)"), (PYTHON, "-c", "print('not reached')")))
@@ -64,3 +64,18 @@ def test_every_test_folder_is_in_a_lane() -> None:
 
 def test_default_lanes_exist() -> None:
     assert set(DEFAULT) <= {lane.name for lane in LANES}
+
+
+def test_lane_with_a_lock_file_runs_in_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MEGATRON_RL_VENV", "/elsewhere")
+    lock = next(lane.lock for lane in LANES if lane.lock)
+    python = Path(interpreter_of(lock))
+    assert python.parent.parent.parent == tmp_path / "megatron_rl" and (ROOT / lock).is_file()
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    assert (
+        run_lane(Lane("own", 1, ((PYTHON, "-c", "raise SystemExit(3)"),), lock=lock), "/no/such/python").result
+        == PASSED
+    )

@@ -139,15 +139,17 @@ def _steps(agents, batch) -> dict[str, Callable[[], None]]:
     from megatron_rl.backend.step import train
     from megatron_rl.training.losses import PolicyTerms, loss_weights
     from megatron_rl.training.score import plan, policy_logprobs, prepare, readout, streams
+    from megatron_rl.training.surrogates import StepVectors
 
     actor, _ = streams(batch)
     rows = np.arange(len(batch))
     device = next(agents.actor.model.bare[0].parameters()).device
     decisions = np.concatenate([[0], np.cumsum(batch.action_mask)])[batch.offsets]
     offsets = torch.as_tensor(decisions, device=device)
-    weights = loss_weights(agents.config.algorithm, offsets, torch.as_tensor(rows), torch.as_tensor(rows))
     flat = torch.zeros(int(offsets[-1]), device=device)
-    terms = PolicyTerms(agents.config.algorithm, flat + 1, flat - 2, flat - 2, None, weights, None)
+    weights = loss_weights("token_mean", offsets, flat == 0, torch.as_tensor(rows, device=device))
+    vectors = StepVectors(flat + 1, flat - 2, flat - 2, None, weights, None)
+    terms = PolicyTerms(agents.config.algorithm, vectors, kl_coef=0.0)
     unpacked = agents.config.batching.model_copy(update={"packed": False})
     padded = _with_batching(agents, unpacked)
 

@@ -20,7 +20,7 @@ dist.init_process_group("fake", store=FakeStore(), rank=int(sys.argv[1]), world_
 parallel = ParallelConfig(tensor=4, pipeline=8, expert=16, first_stage_layers=11, last_stage_layers=11)
 place = topology.initialize(parallel, seed=0, fake=True)
 hf = HFModelConfig("qwen3_moe", "lm", 94, 4096, 64, 4, 128, 12288, 1536, 128, 8, True, tuple(range(94)), 1e6, 1e-6,
-                   151936, False, 40960, 0.0)
+                   151936, False, 40960, 0.0, qk_norm="head")
 out = {}
 for role, shape in (("policy", hf), ("value", hf.as_critic())):
     config = transformer_config(shape, parallel, PerformanceConfig(), torch.bfloat16, meta=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from megatron_rl.engines.environments import StepResult
 from megatron_rl.engines.episodes import EpisodeSpec, play_episodes, random_play
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollouts.schema import OUTCOMES
+from tests.unit.engines.counting import STOP as COUNTING_STOP
+from tests.unit.engines.counting import CountingEngine, CountingEnvironment, counting_environment, specs_of
 
 STOP = 99
 LAYERS, TOPK = 2, 2
@@ -249,6 +252,41 @@ def test_first_observation_without_room_is_a_configuration_error():
 
 def test_no_episodes():
     assert play([]) == []
+
+
+def test_interrupted_calls_go_on_in_the_same_turn():
+    """Each call yields one token and new weights: the same record but for versions."""
+
+    class Interrupting(CountingEngine):
+        def generate(self, prompts, max_new_tokens, stop_tokens, greedy=False):
+            made = super().generate(prompts, 1, stop_tokens, greedy)
+            self.version += 1
+            return [replace(one, interrupted=max_new_tokens > 1 and one.tokens[-1] != COUNTING_STOP) for one in made]
+
+    limits = {"max_turns": 9, "max_action_tokens": 4, "context_limit": 60}
+    records = play_episodes(Interrupting(), counting_environment, specs_of([5, 3]), **limits)
+    expected = play_episodes(CountingEngine(), counting_environment, specs_of([5, 3]), **limits)
+    for record, whole in zip(records, expected, strict=True):
+        for name in ("tokens", "turn_id", "logprobs", "routes", "turn_rewards"):
+            np.testing.assert_array_equal(getattr(record, name), getattr(whole, name))
+        assert (np.diff(record.version[record.action_mask]) > 0).all()
+        assert record.metadata["interruptions"] == record.action_mask.sum() - len(record.turn_rewards)
+
+
+def test_environments_are_closed_even_if_they_complain():
+    class Complaining(CountingEnvironment):
+        def close(self):
+            super().close()
+            raise OSError("busy")
+
+    made = []
+
+    def make(spec):
+        made.append(Complaining(spec.options["name"], spec.options["length"]))
+        return made[-1]
+
+    play_episodes(CountingEngine(), make, specs_of([1, 4]), max_turns=9, max_action_tokens=4, context_limit=60)
+    assert [env.closed for env in made] == [1, 1]
 
 
 def test_random_play_plays_valid_actions_only_and_marks_them():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from megatron_rl.errors import LaunchError
-from megatron_rl.launch.environment import read_environment
+from megatron_rl.launch.environment import RankEnvironment, check_gpu, read_environment
 
 
 def test_torchrun() -> None:
@@ -21,6 +23,42 @@ def test_srun() -> None:
         {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "MASTER_ADDR": "n", "MASTER_PORT": "7"}
     )
     assert (found.rank, found.world, found.source) == (5, 8, "slurm")
+
+
+def test_mpirun_wins_over_the_srun_that_started_its_daemons() -> None:
+    found = read_environment(
+        {
+            "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4",
+            "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "MASTER_ADDR": "n", "MASTER_PORT": "7",
+        }
+    )  # fmt: skip
+    assert (found.rank, found.local_rank, found.world, found.source) == (3, 1, 4, "mpirun")
+
+
+def test_an_address_of_the_batch_script_makes_mpi_unnecessary() -> None:
+    found = read_environment(
+        {
+            "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "PMIX_RANK": "5", "MASTER_ADDR": "n",
+            "MASTER_PORT": "7",
+        }
+    )  # fmt: skip
+    assert (found.rank, found.source) == (5, "slurm")
+
+
+@pytest.mark.parametrize(
+    "variables", [{"OMPI_COMM_WORLD_SIZE": "2"}, {"PMIX_RANK": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}]
+)
+def test_mpi_that_cannot_be_asked_is_an_error(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(LaunchError, match="mpi4py.*MASTER_ADDR"):
+        read_environment(variables)
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused() -> None:
+    place = RankEnvironment(9, 1, 16, "n", 7, "slurm")
+    check_gpu(place, visible=2)
+    with pytest.raises(LaunchError, match="--gpus-per-task"):
+        check_gpu(place, visible=1)
 
 
 def test_alone() -> None:

@@ -1,0 +1,92 @@
+"""How a vLLM is started: one description, for the embedded engine and for servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WORKER_EXTENSION = "megatron_rl.engines.vllm.worker.WorkerExtension"
+TRANSFER_BACKEND = "directory"
+
+
+def vllm_environment() -> dict[str, str]:
+    """Variables of every vLLM process."""
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # Opens the routes that pause a server and change its weights.
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
+    if not torch.cuda.is_available():
+        # Compiled for a CPU, one small function of the sampler keeps the first call waiting for half a minute.
+        variables["TORCH_COMPILE_DISABLE"] = "1"
+    return variables
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """What to load and how much memory to use. Sampling belongs to `pool.VllmEngine`."""
+
+    model: str | Path
+    """HF checkpoint directory to start with."""
+    dtype: str = "bfloat16"
+    """Of weights, keys and values."""
+    max_model_len: int | None = None
+    """Most tokens of a sequence; None: the model's own limit."""
+    max_num_seqs: int = 256
+    """Sequences that one replica decodes at a time."""
+    kv_cache_bytes: int | None = None
+    """Memory for keys and values of one worker, in bytes; None: vLLM's share of the GPU."""
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    """Engine copies behind one server's address (GPUs)."""
+    eager: bool | None = None
+    """No graphs, no compilation; None: where there is no GPU."""
+    routes: bool = True
+    """Return the experts used; False for dense models only."""
+    seed: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """More of vLLM's engine arguments by their Python names; they win over the above."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Names and values of vLLM's engine arguments."""
+        eager = not torch.cuda.is_available() if self.eager is None else self.eager
+        chosen = {
+            "model": str(self.model),
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "kv_cache_memory_bytes": self.kv_cache_bytes,
+            "tensor_parallel_size": self.tensor_parallel,
+            "enforce_eager": eager,
+            "enable_return_routed_experts": self.routes,
+            # Log-probs of the distribution that was sampled from, not of raw logits.
+            "logprobs_mode": "processed_logprobs",
+            # A checkpoint's generation_config.json would bring its own top-p and top-k.
+            "generation_config": "vllm",
+            "skip_tokenizer_init": True,
+            "worker_extension_cls": WORKER_EXTENSION,
+            "weight_transfer_config": {"backend": TRANSFER_BACKEND},
+            "seed": self.seed,
+            "disable_log_stats": True,
+        }
+        if self.data_parallel > 1:
+            chosen["data_parallel_size"] = self.data_parallel
+        return {name: value for name, value in (chosen | dict(self.extra)).items() if value is not None}
+
+    def command_line(self) -> list[str]:
+        """The same as options of vLLM's server."""
+        words: list[str] = []
+        for name, value in self.arguments().items():
+            option = "--" + name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(option if value else "--no-" + option[2:])
+            else:
+                words += [option, json.dumps(value) if isinstance(value, Mapping) else str(value)]
+        return words

@@ -1,0 +1,182 @@
+"""vLLM servers on this host: the command, and processes that are started, watched, restarted and stopped.
+
+    python -m megatron_rl.engines.vllm.server MODEL --port 8000 -- --tensor-parallel-size 4
+
+becomes a server with everything the trainer needs switched on; what follows ``--`` goes to vLLM as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from megatron_rl.engines.vllm import guard
+from megatron_rl.engines.vllm.options import VllmOptions, vllm_environment
+from megatron_rl.errors import LaunchError
+
+SERVED_NAME = "policy"
+"""Under which a server knows its model."""
+_LOG_LINES = 15
+
+
+def serve_command(options: VllmOptions, port: int, *, host: str = "127.0.0.1") -> list[str]:
+    """The command of one server process, named anew each time (see `remote.HttpReplica`)."""
+    # `vllm serve` fails in builds for CPUs; this module starts the same server.
+    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    place = ["--host", host, "--port", str(port), "--served-model-name", SERVED_NAME]
+    name = ["--fingerprint-mode", "custom", "--fingerprint-value", uuid.uuid4().hex]
+    return [*program, *place, *name, *options.command_line()]
+
+
+def server_environment() -> dict[str, str]:
+    """Variables of a server: workers import this package by name."""
+    root = str(Path(__file__).resolve().parents[3])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | vllm_environment() | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class LocalServer:
+    """One server process in its own process group; a context manager that stops it. It ends with this process.
+
+    Args:
+        options: what it serves.
+        log: file that its output is appended to.
+        port: None: a free one.
+        start_timeout: seconds until it must answer.
+        environment: variables beyond this process's.
+    """
+
+    def __init__(
+        self,
+        options: VllmOptions,
+        log: Path,
+        *,
+        port: int | None = None,
+        start_timeout: float = 600.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.options, self.log, self.port = options, log, port or free_port()
+        self._environment = dict(environment or {})
+        self._start_timeout = start_timeout
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs; it may not answer yet."""
+        return self._process is not None and self._process.poll() is None
+
+    def __enter__(self) -> LocalServer:
+        self.start()
+        try:
+            self.wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the process, also in place of one that has ended. Does not wait."""
+        self.stop()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            command = [sys.executable, guard.__file__, *serve_command(self.options, self.port)]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log,
+                env=server_environment() | self._environment, start_new_session=True,
+            )  # fmt: skip
+
+    def wait(self) -> None:
+        """Wait until it answers.
+
+        Raises:
+            LaunchError: it ended, or does not answer in time; with the last lines of its log.
+        """
+        deadline = time.monotonic() + self._start_timeout
+        while not self._answers():
+            if not self.alive:
+                raise self._failed("the vLLM server ended while starting", self._process and self._process.returncode)
+            if time.monotonic() > deadline:
+                raise self._failed(f"the vLLM server did not answer within {self._start_timeout:g} s", "no answer")
+            time.sleep(0.2)
+
+    def stop(self, grace: float = 10.0) -> None:
+        """Ask the process group to end, then end it."""
+        if self._process is None:
+            return
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self._process.pid, sign)
+                self._process.wait(grace)
+            except ProcessLookupError:
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        self._process.wait()
+        self._process = None
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                return response.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _failed(self, what: str, found: object) -> LaunchError:
+        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if self.log.exists() else []
+        return LaunchError(what, file=self.log, found="\n".join([str(found), *lines]), expected=f"{self.url}/health")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line: become a server."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_rl.engines.vllm.server", description="A vLLM server.")
+    parser.add_argument("model", type=Path, help="HF checkpoint directory")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on")
+    parser.add_argument("--dtype", default="bfloat16", help="of weights, keys and values")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one engine copy")
+    parser.add_argument("--data-parallel", type=int, default=1, help="engine copies behind this address")
+    parser.add_argument("vllm", nargs="*", help="after --: options given to vLLM as they are")
+    chosen = parser.parse_args(arguments)
+    options = VllmOptions(
+        chosen.model, dtype=chosen.dtype, tensor_parallel=chosen.tensor_parallel, data_parallel=chosen.data_parallel
+    )
+    command = [*serve_command(options, chosen.port, host=chosen.host), *chosen.vllm]
+    os.execve(command[0], command, server_environment())
+
+
+if __name__ == "__main__":
+    main()

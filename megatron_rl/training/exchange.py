@@ -1,0 +1,152 @@
+"""What trainer and rollout process tell each other: small JSON files in the run directory, and nothing else.
+
+    exchange/progress.json              trainer → rollout: weight version, trajectories taken, whether the run is over
+    exchange/heartbeat.json             rollout → trainer: that it lives, what it does, what hinders it
+    exchange/evaluation-000010.json     rollout → trainer: greedy success of a weight version
+    weights/version-000010/             trainer → rollout: HF directory, appears whole
+    weights/version-000010.rejected.json  rollout → trainer: an engine refused it, and why
+    rollouts/stream/00000/*.arrow       rollout → trainer: finished trajectories
+
+Every file appears whole. Either side may be absent, late, or start again: each reads the newest state and acts on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron_rl.files import write_text
+
+STATES = ("starting", "playing", "waiting", "asleep", "finished", "failed")
+_VERSION = re.compile(r"version-(\d{6,})")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Written by the trainer after each publication, read by the rollout process."""
+
+    version: int
+    """Newest weight version: iterations completed."""
+    taken: int
+    """Trajectories that completed iterations trained on or gave up: room for as many new ones."""
+    done: bool = False
+    """The run is over: the rollout process ends."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Written by the rollout process every second or so. That it changes is the sign of life: clocks may differ."""
+
+    beat: int
+    """Counts up."""
+    state: str
+    """One of STATES; `finished`: no trajectory will follow; `failed`: it has ended with `problem`."""
+    version: int
+    """Weight version its engine serves; -1: none yet."""
+    recorded: int
+    """Trajectories on disk."""
+    problem: str = ""
+    """What hinders it, for people; empty: nothing."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Places in a run directory."""
+
+    output: Path
+
+    @property
+    def stream(self) -> Path:
+        """Directories of shards, in the order of their names."""
+        return self.output / "rollouts" / "stream"
+
+    @property
+    def weights(self) -> Path:
+        """Published versions."""
+        return self.output / "weights"
+
+    def write_progress(self, progress: Progress) -> None:
+        """Replace the trainer's message, durably."""
+        self._write("progress.json", asdict(progress))
+
+    def progress(self) -> Progress | None:
+        """The trainer's message; None: it has not begun."""
+        return _read(Progress, self._folder / "progress.json")
+
+    def write_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Replace the rollout process's message. On a full disk at least the old one's time changes."""
+        try:
+            self._write("heartbeat.json", asdict(heartbeat))
+        except OSError:
+            if (self._folder / "heartbeat.json").exists():
+                os.utime(self._folder / "heartbeat.json")
+
+    def heartbeat(self) -> tuple[Heartbeat | None, float]:
+        """The rollout process's message, or None, and the file's time, of which only changes mean something."""
+        path = self._folder / "heartbeat.json"
+        try:
+            changed = path.stat().st_mtime
+        except OSError:
+            return None, 0.0
+        return _read(Heartbeat, path), changed
+
+    def forget_heartbeat(self) -> None:
+        """Before a new rollout process starts: the last word of the one before is not its own."""
+        (self._folder / "heartbeat.json").unlink(missing_ok=True)
+
+    def write_evaluation(self, version: int, success: float) -> None:
+        """Greedy success of a version."""
+        self._write(f"evaluation-{version:06d}.json", {"version": version, "success": success})
+
+    def evaluations(self) -> dict[int, float]:
+        """Version → greedy success, of all that were played."""
+        found = (_read_json(path) for path in sorted(self._folder.glob("evaluation-*.json")))
+        return {entry["version"]: entry["success"] for entry in found if entry is not None}
+
+    def published(self) -> dict[int, Path]:
+        """Version → directory, of all that are there."""
+        found = ((_VERSION.fullmatch(path.name), path) for path in self.weights.glob("version-*"))
+        return {int(name[1]): path for name, path in found if name and path.is_dir()}
+
+    def reject(self, version: int, reason: str) -> None:
+        """Tell the trainer that an engine refused a version."""
+        write_text(_rejection(self.weights, version), json.dumps({"version": version, "reason": reason}))
+
+    def rejection(self, version: int) -> str | None:
+        """Why an engine refused a version; None: it has not."""
+        found = _read_json(_rejection(self.weights, version))
+        return None if found is None else str(found["reason"])
+
+    def forget_rejection(self, version: int) -> None:
+        """Before a version is published again."""
+        _rejection(self.weights, version).unlink(missing_ok=True)
+
+    @property
+    def _folder(self) -> Path:
+        return self.output / "exchange"
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_text(self._folder / name, json.dumps(content))
+
+
+def _rejection(weights: Path, version: int) -> Path:
+    return weights / f"version-{version:06d}.rejected.json"
+
+
+def _read(kind: type[_T], path: Path) -> _T | None:
+    found = _read_json(path)
+    return None if found is None else kind(**found)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """None where there is no file; a network file system may also show a replaced one as unreadable for a moment."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,106 @@
+"""Finished trajectories to the stream of shards, in small whole files, also when the disk is full for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from megatron_rl.errors import RolloutError
+from megatron_rl.rollouts.schema import RolloutHeader, Trajectory
+from megatron_rl.rollouts.store import open_shard, write_shard
+
+SHARDS_PER_FOLDER = 256
+"""A folder's manifest is written anew with each shard."""
+RETRY_SECONDS = 1.0
+_log = logging.getLogger(__name__)
+
+
+class ShardWriter:
+    """Collects trajectories and writes a shard of `episodes`, or of what there is after `seconds`.
+
+    Whoever adds a trajectory while a shard cannot be written waits, so that nothing piles up in memory.
+
+    Args:
+        stream: directory of shard directories.
+        header: of all shards.
+        episodes, seconds: see above.
+        patience: seconds to go on trying where the file system refuses.
+    """
+
+    def __init__(self, stream: Path, header: RolloutHeader, *, episodes: int, seconds: float, patience: float) -> None:
+        self._stream, self._header = stream, header
+        self._episodes, self._seconds, self._patience = episodes, seconds, patience
+        self._buffer: list[Trajectory] = []
+        self._since = 0.0
+        self._lock = asyncio.Lock()
+        self._number = _next_number(stream)
+        self.written = 0
+        """Trajectories written by this writer."""
+        self.problem = ""
+        """Why the last attempt failed; empty: it did not."""
+
+    @property
+    def held(self) -> int:
+        """Trajectories that no shard holds yet."""
+        return len(self._buffer)
+
+    async def add(self, trajectory: Trajectory) -> None:
+        """Take a finished trajectory.
+
+        Raises:
+            RolloutError: the file system has refused for longer than `patience`.
+        """
+        async with self._lock:
+            if not self._buffer:
+                self._since = time.monotonic()
+            self._buffer.append(trajectory)
+            if len(self._buffer) >= self._episodes:
+                await self._write()
+
+    async def flush(self, *, all_of_it: bool = False) -> None:
+        """Write what is older than `seconds`, or everything. Call it now and then."""
+        async with self._lock:
+            if self._buffer and (all_of_it or time.monotonic() - self._since >= self._seconds):
+                await self._write()
+
+    async def _write(self) -> None:
+        folder = self._stream / f"{self._number // SHARDS_PER_FOLDER:05d}"
+        name = f"{self._number:08d}"
+        start = time.monotonic()
+        while True:
+            try:
+                await asyncio.to_thread(_write_once, folder, self._header, list(self._buffer), name)
+                break
+            except RolloutError as error:
+                # Only what the file system said may pass; a trajectory that does not fit its schema never will.
+                if not isinstance(error.__cause__, OSError) or time.monotonic() - start > self._patience:
+                    raise
+                self.problem = str(error)
+                _log.warning("tried again in %g s: %s", RETRY_SECONDS, error)
+            await asyncio.sleep(RETRY_SECONDS)
+        self._number += 1
+        self.written += len(self._buffer)
+        self.problem = ""
+        self._buffer.clear()
+
+
+def _write_once(folder: Path, header: RolloutHeader, trajectories: list[Trajectory], name: str) -> None:
+    # An attempt may have failed after its commit, at the folder's manifest: then the shard is there.
+    if not (folder / f"{name}.arrow.json").exists():
+        write_shard(folder, header, trajectories, name=name)
+
+
+def recorded_ids(stream: Path) -> set[str]:
+    """Trajectory ids of all committed shards. Only that column is read."""
+    ids: set[str] = set()
+    for entry in sorted(stream.glob("*/*.arrow.json")):
+        _, batches = open_shard(entry.with_name(entry.name.removesuffix(".json")))
+        ids.update(name for batch in batches for name in batch.column("trajectory_id").to_pylist())
+    return ids
+
+
+def _next_number(stream: Path) -> int:
+    names = (entry.name.split(".")[0] for entry in stream.glob("*/*.arrow.json"))
+    return max((int(name) + 1 for name in names), default=0)

@@ -1,0 +1,34 @@
+"""A frozen lake that grades whatever is said, so that an untrained policy's rewards differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_rl.engines.environments import StepResult, TextEnvironment
+from megatron_rl.engines.episodes import EpisodeSpec
+from megatron_rl.engines.tasks import FrozenLakeTask
+
+
+class GradedLake(FrozenLakeTask):
+    """Every turn earns a fifth for each of the five classes its tokens' sum falls in; an odd sum counts as solved."""
+
+    def make_env(self, spec: EpisodeSpec) -> TextEnvironment:
+        """The lake, graded."""
+        return _Graded(super().make_env(spec))
+
+
+class _Graded:
+    def __init__(self, inner: TextEnvironment) -> None:
+        self._inner, self.stop_tokens = inner, inner.stop_tokens
+
+    def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[int]:
+        return self._inner.reset(seed, options)
+
+    def step(self, action_tokens: Sequence[int]) -> StepResult:
+        seen, total = self._inner.step(action_tokens), sum(action_tokens)
+        return replace(seen, reward=seen.reward + total % 5 / 5, info={**seen.info, "success": total % 2 == 1})
+
+    def valid_actions(self) -> list[list[int]]:
+        return self._inner.valid_actions()

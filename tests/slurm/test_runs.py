@@ -1,0 +1,193 @@
+"""Real training on a real SLURM: every launcher, every fault, and afterwards the same run as without it.
+
+A model is cut TP 2 · PP 2 · EP 2 over four nodes, one rank each. "The same run" means: metrics of every iteration
+(times left out), exported weights of policy and critic and the ledger of consumed trajectories, bit for bit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from tests.slurm.harness import (
+    ITERATIONS,
+    NODES,
+    ROOT,
+    Cluster,
+    assert_each_iteration_trained_once,
+    assert_same_run,
+    exported,
+    log_text,
+    metrics,
+    rank_process,
+    submit,
+    until,
+)
+
+ELASTIC = ("parallel.tensor=2", "parallel.expert=2")
+"""Two data replicas on four ranks, one on two."""
+
+
+def after(output: Path, iterations: int) -> None:
+    """Wait until a run has recorded so many iterations."""
+    until(lambda: len(metrics(output)) >= iterations, 120, f"{iterations} iterations in {output}")
+
+
+def finished(cluster: Cluster, job: str, output: Path, restarts: int) -> None:
+    """Wait for a job; it completed after so many restarts."""
+    assert f"COMPLETED Restarts={restarts} ExitCode=0:0" in cluster.wait(job), log_text(output)[-3000:]
+
+
+def test_srun_trains_every_step_on_new_data(reference: Path) -> None:
+    assert len(metrics(reference)) == ITERATIONS
+    assert all(np.isfinite(tensor).all() for tensor in exported(reference).values())
+
+
+def test_stop_signal_saves_requeues_and_continues(
+    whole: Cluster, run_file: Path, reference: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    (job,) = submit(whole, run_file, output)
+    after(output, 2)
+    whole.run("scancel", "--batch", "--signal=USR1", job)
+    finished(whole, job, output, restarts=1)
+    assert "after it was asked to stop" in log_text(output) and "crash" not in log_text(output)
+    assert_same_run(output, reference)
+
+
+def test_a_killed_rank_ends_the_others_and_the_run_continues(
+    whole: Cluster, run_file: Path, reference: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    (job,) = submit(whole, run_file, output)
+    after(output, 2)
+    os.kill(rank_process(job, rank=2), signal.SIGKILL)
+    start = time.monotonic()
+    until(lambda: "crash 1 of" in log_text(output), 60, "the other ranks ended")
+    assert time.monotonic() - start < 60
+    finished(whole, job, output, restarts=1)
+    assert_same_run(output, reference)
+
+
+@pytest.mark.full
+def test_a_lost_node_is_replaced(whole: Cluster, run_file: Path, reference: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    (job,) = submit(whole, run_file, output)
+    after(output, 2)
+    node = whole.nodes_of(job)[-1]
+    whole.kill_node(node)
+    until(lambda: whole.state(job) != "RUNNING", 60, "SLURM noticed")
+    whole.start_node(node)
+    finished(whole, job, output, restarts=1)
+    assert_same_run(output, reference)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["torchrun", "pmix", "mpirun"])
+def test_every_launcher_gives_the_same_run_and_takes_the_stop_signal(
+    launcher: str, whole: Cluster, run_file: Path, reference: Path, tmp_path: Path
+) -> None:
+    if launcher != "torchrun" and not shutil.which("mpirun"):
+        pytest.skip("Open MPI is not installed")
+    if launcher == "pmix" and not importlib.util.find_spec("mpi4py"):
+        pytest.skip("mpi4py is not installed")
+    output = tmp_path / "run"
+    variables = {
+        "MRL_MPIRUN_ARGS": "--allow-run-as-root --oversubscribe",
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+    }
+    (job,) = submit(whole, run_file, output, launcher=launcher, variables=variables)
+    after(output, 2)
+    whole.run("scancel", "--batch", "--signal=USR1", job)
+    finished(whole, job, output, restarts=1)
+    assert "after it was asked to stop" in log_text(output) and "crash" not in log_text(output)
+    assert_same_run(output, reference)
+
+
+@pytest.mark.full
+def test_slurm_itself_gives_the_warning_before_the_time_limit(whole: Cluster, run_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    more = "iterations=500"
+    (job,) = submit(whole, run_file, output, more, time="00:02:00", sbatch=("--signal=B:USR1@30",))
+    until(lambda: "restart 1" in log_text(output), 240, "SLURM signalled and the job went on")
+    assert "after it was asked to stop" in log_text(output)
+    done = len(metrics(output))
+    after(output, done + 1)
+    whole.run("scancel", job)
+    whole.wait(job)
+    assert_each_iteration_trained_once(output)
+
+
+@pytest.mark.full
+def test_four_nodes_go_on_as_two(whole: Cluster, run_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    (job,) = submit(whole, run_file, output, layout=ELASTIC)
+    after(output, 2)
+    whole.run("scancel", "--batch", "--signal=USR1", job)
+    until(lambda: "after it was asked to stop" in log_text(output), 60, "the stop")
+    whole.run("scancel", "--full", job)
+    whole.wait(job)
+    (smaller,) = submit(whole, run_file, output, layout=ELASTIC, nodes=NODES // 2)
+    finished(whole, smaller, output, restarts=0)
+    assert len(metrics(output)) == ITERATIONS
+    assert_each_iteration_trained_once(output)
+
+
+@pytest.mark.full
+def test_trainer_and_rollouts_as_components_of_one_job(whole: Cluster, run_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    layout = ("parallel.tensor=2", "parallel.expert=2", "rollout.mode=one_step_off", "algorithm.anchor=ewma")
+    (job,) = submit(whole, run_file, output, layout=layout, nodes=2, rollout_nodes=1)
+    finished(whole, job, output, restarts=0)
+    assert len(metrics(output)) == ITERATIONS
+    assert_each_iteration_trained_once(output)
+
+
+@pytest.mark.full
+def test_an_array_trains_a_run_a_seed(whole: Cluster, run_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    (job,) = submit(whole, run_file, output, "iterations=2", layout=(), nodes=1, seeds="0-1%1")
+    assert whole.wait(job, 240).count("COMPLETED") == 2
+    weights = []
+    for seed in (0, 1):
+        assert_each_iteration_trained_once(output / f"seed-{seed}")
+        weights.append(exported(output / f"seed-{seed}"))
+    assert any(not np.array_equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.full
+def test_scores_of_recorded_rollouts_are_what_the_sampler_recorded(
+    whole: Cluster, reference: Path, tmp_path: Path
+) -> None:
+    (config,) = (reference / "slurm").glob("config-*.yaml")
+    # Played by the weights the run began with, and scored by them: the model that `model.path` names.
+    rollouts = reference / "rollouts" / "iteration-000000"
+    sizes = ("--nodes=4", "--ntasks-per-node=1", f"--output={tmp_path}/job.log")
+    variables = {"MRL_ROOT": str(ROOT), "MRL_PYTHON": sys.executable, "MRL_LOGS": str(tmp_path / "slurm")}
+    script = str(ROOT / "slurm" / "score.sbatch")
+    job = whole.run("sbatch", "--parsable", *sizes, script, str(config), str(rollouts), str(tmp_path), **variables)
+    assert "COMPLETED" in whole.wait(job.strip()), log_text(tmp_path)
+    with pa.memory_map(str(tmp_path / "iteration-000000.arrow")) as file:
+        table = pa.ipc.open_file(file).read_all()
+    flat = {name: table[name].combine_chunks().flatten().to_numpy() for name in ("logprobs", "behaviour", "values")}
+    assert table.num_rows == 8 and np.abs(flat["logprobs"] - flat["behaviour"]).max() < 1e-5
+    assert all(np.isfinite(vector).all() and len(vector) > 0 for vector in flat.values())
+
+
+def test_a_second_job_on_the_same_run_is_refused(whole: Cluster, run_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    (first,) = submit(whole, run_file, output, "iterations=40", layout=(), nodes=1)
+    after(output, 1)
+    (second,) = submit(whole, run_file, output, layout=(), nodes=1, variables={"MRL_LOCK_WAIT": "5"})
+    assert "FAILED Restarts=0 ExitCode=2:0" in whole.wait(second)
+    finished(whole, first, output, restarts=0)
+    assert_each_iteration_trained_once(output)

@@ -1,0 +1,91 @@
+"""Server processes: what they are asked to do, and that none outlives its starter. No vLLM is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.engines.vllm import guard
+from megatron_rl.engines.vllm import server as servers
+from megatron_rl.engines.vllm.options import TRANSFER_BACKEND, VllmOptions
+from megatron_rl.engines.vllm.server import LocalServer, free_port, serve_command
+from megatron_rl.errors import LaunchError
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended (killed is not gone at once)."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_command_switches_on_what_the_trainer_needs() -> None:
+    words = serve_command(VllmOptions("m", kv_cache_bytes=8, extra={"max_model_len": 64}), 81)
+    options = dict(zip(words, words[1:], strict=False))
+    assert (
+        options["--port"] == "81"
+        and options["--max-model-len"] == "64"
+        and options["--logprobs-mode"] == "processed_logprobs"
+    )
+    assert "--enable-return-routed-experts" in words and options["--generation-config"] == "vllm"
+    assert json.loads(options["--weight-transfer-config"]) == {"backend": TRANSFER_BACKEND}
+    assert "--no-enable-return-routed-experts" in VllmOptions("m", routes=False).command_line()
+    assert serve_command(VllmOptions("m"), 81) != serve_command(VllmOptions("m"), 81), "each process has its own name"
+
+
+def test_child_ends_with_its_starter(tmp_path: Path) -> None:
+    """The starter is killed: it cannot tell anybody."""
+    pid_file = tmp_path / "pid"
+    child = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    starter = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, {guard.__file__!r}, sys.executable, '-c', {child!r}],"
+        " stdin=subprocess.PIPE, start_new_session=True)\n"
+        "time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", starter])
+    while not (pid_file.exists() and pid_file.read_text()):
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert gone(int(pid_file.read_text()))
+
+
+def test_server_that_ends_while_starting_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import sys; print('no such model'); sys.exit(3)"
+    monkeypatch.setattr(servers, "serve_command", lambda *_: [sys.executable, "-c", script])
+    with (
+        pytest.raises(LaunchError, match="(?s)ended while starting.*no such model"),
+        LocalServer(VllmOptions("m"), tmp_path / "logs" / "server.log"),
+    ):
+        pass
+
+
+def test_server_that_never_answers_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
+    )
+    monkeypatch.setattr(servers, "serve_command", lambda *_: [sys.executable, "-c", script])
+    server = LocalServer(VllmOptions("m"), tmp_path / "server.log", start_timeout=1.0)
+    server.start()
+    with pytest.raises(LaunchError, match="did not answer within 1 s"):
+        server.wait()
+    server.stop(grace=0.5)
+    assert not server.alive and gone(int((tmp_path / "server.log").read_text()))
+
+
+def test_free_ports_are_free() -> None:
+    assert free_port() > 0

@@ -1,0 +1,75 @@
+"""Servers that die in the middle of episodes, and two of them sharing the work. Minutes: only in the full run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_rl.engines.canary import Canary, check_canary
+from megatron_rl.engines.vllm.keeper import ServerGroup
+from megatron_rl.engines.vllm.pool import PoolSettings, VllmEngine
+from megatron_rl.engines.vllm.remote import HttpReplica
+from megatron_rl.engines.vllm.server import LocalServer
+from megatron_rl.errors import LaunchError
+from tests.vllm.conftest import VOCAB, Published, options
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+PATIENT = PoolSettings(attempts=6, patience=400, health_every=1.0)
+
+
+def episodes(engine: VllmEngine, count: int, turns: int, seed: int = 0) -> list[list[int]]:
+    """Play so many token sequences of several turns at a time; each turn continues the exact prefix."""
+    rng = np.random.default_rng(seed)
+    starts = [rng.integers(0, VOCAB, 20).tolist() for _ in range(count)]
+
+    async def one(tokens: list[int]) -> list[int]:
+        versions = []
+        for _ in range(turns):
+            generation = await engine.agenerate(tokens, 12, [])
+            tokens = [*tokens, *generation.tokens.tolist(), 1, 2]
+            versions.append(generation.version)
+        return versions
+
+    async def play() -> list[list[int]]:
+        return list(await asyncio.gather(*(one(start) for start in starts)))
+
+    return asyncio.run(play())
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_killed_server_is_restarted_and_taken_back(published: Published, tmp_path: Path, servers: int) -> None:
+    """The weights are version 1 by then; the restarted server begins with version 0 and must not serve it."""
+    with ServerGroup(options(published.v0, "float32"), tmp_path, [{}] * servers) as group:
+        replicas = [HttpReplica(url, timeout=60) for url in group.urls]
+        with VllmEngine(replicas, published.v0, settings=PATIENT) as engine:
+            engine.load(published.v1, 1)
+            found: list[list[int]] = []
+            player = threading.Thread(target=lambda: found.extend(episodes(engine, 6, 30)))
+            player.start()
+            time.sleep(1.0)
+            os.killpg(group.servers[0]._process.pid, signal.SIGKILL)
+            player.join(600)
+            assert len(found) == 6 and {version for turns in found for version in turns} == {1}
+            deadline = time.monotonic() + 300
+            while not all(member.serving for member in engine._members):
+                assert time.monotonic() < deadline, engine.faults
+                time.sleep(0.5)
+            assert group.restarts == [1] + [0] * (servers - 1)
+            assert check_canary(engine, Canary.read(published.v1), max_k3=1e-6) < 1e-6
+            for member in engine._members:
+                assert engine._call(member.replica.differing(published.v1)) == []
+
+
+def test_server_that_cannot_start_says_why(published: Published, tmp_path: Path) -> None:
+    with (
+        pytest.raises(LaunchError, match="ended while starting"),
+        LocalServer(options(published.v0, "float32", max_model_len=10**9), tmp_path / "server.log"),
+    ):
+        pass
