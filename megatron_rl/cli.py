@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from megatron_rl.errors import MegatronRLError
 
@@ -55,12 +56,15 @@ def train(
         run_lock(settings.output, first=topology.rank == 0),
     ):
         watch = TerminalWatch(Path(settings.output), silent=topology.rank != 0)
+        stopped = False
         try:
             Loop(settings, topology, task, watch, stop).run()
         except Stopped:
-            raise typer.Exit(STOPPED) from None
+            stopped = True
         finally:
             watch.finished()
+    # Only here, behind the last barrier: the first rank to leave makes launchers end the others.
+    raise typer.Exit(STOPPED if stopped else 0)
 
 
 @app.command()
@@ -237,7 +241,8 @@ def main() -> None:
     try:
         app()
     except MegatronRLError as error:
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {error}", soft_wrap=True, highlight=False)
+        text = f"[bold red]{type(error).__name__}[/]: {escape(str(error))}"
+        Console(stderr=True).print(text, soft_wrap=True, highlight=False)
         sys.exit(2)
 
 

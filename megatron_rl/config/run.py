@@ -65,8 +65,8 @@ class RunConfig(Section):
         # Which policy the ratio is taken to decides what stale data means: nobody should get one without asking.
         if self.rollout.staleness and "anchor" not in self.algorithm.model_fields_set:
             raise ValueError(
-                f"asynchronous rollouts (rollout.mode={self.rollout.mode}) need an explicit anchor: set algorithm.anchor "
-                "to ewma, recompute or behaviour"
+                f"asynchronous rollouts (rollout.mode={self.rollout.mode}) need an explicit anchor: set "
+                "algorithm.anchor to ewma, recompute or behaviour"
             )
         if self.rollout.colocated and not self.parallel.phase_offload:
             raise ValueError("rollout.colocated needs parallel.phase_offload: the engine could not get the memory")

@@ -4,13 +4,18 @@ Invariants:
 
 * The manifest is written last and appears whole; a directory that has one is complete.
 * Weights and config.json are listed; files that tell about them (the canary) are not.
+* A file is listed as pieces that follow each other without gaps: who writes it hashes what passes, who checks it hashes
+  several pieces at a time.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -19,16 +24,36 @@ from megatron_rl.errors import CheckpointError, EngineVersionError
 
 PUBLICATION_FILE = "publication.json"
 LISTED = ("*.safetensors", "*.safetensors.index.json", "config.json")
-_CHUNK = 16 << 20
+_PIECE = 16 << 20
+"""Bytes of a piece where nobody says otherwise."""
+_BUFFER = 1 << 20
+"""Bytes read at a time: they are hashed while they lie in the processor's cache."""
+_THREADS = min(4, os.cpu_count() or 1)
 
 
-def write_publication(directory: str | Path, version: int) -> Path:
-    """List sizes and xxh3-64 checksums of the directory's weights under `version`."""
-    directory = Path(directory)
-    files = {file.name: {"bytes": file.stat().st_size, "xxh3": _checksum(file)} for file in _listed(directory)}
+@dataclass(frozen=True)
+class _Entry:
+    size: int
+    pieces: Sequence[tuple[int, str]]
+
+
+def write_publication(
+    directory: str | Path, version: int, pieces: Mapping[str, Sequence[tuple[int, str]]] | None = None
+) -> Path:
+    """List sizes and xxh3-64 checksums of the directory's weights under `version`.
+
+    Args:
+        pieces: file name → (bytes, xxh3-64 in hexadecimal) of its pieces, of files that were hashed when they were
+            written (`hf.writer.StreamingWriter.pieces`). Others are read.
+    """
+    directory, known = Path(directory), pieces or {}
+    files = {
+        file.name: {"bytes": file.stat().st_size, "pieces": known.get(file.name) or _hashed(file)}
+        for file in _listed(directory)
+    }
     target = directory / PUBLICATION_FILE
     partial = target.with_name(f".{PUBLICATION_FILE}.{os.getpid()}")
-    partial.write_text(json.dumps({"version": version, "files": files}, indent=2) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps({"version": version, "files": files}) + "\n", encoding="utf-8")
     partial.replace(target)
     return target
 
@@ -53,8 +78,9 @@ def check_publication(directory: str | Path, version: int) -> bool:
         return False
     try:
         recorded = json.loads(manifest.read_text(encoding="utf-8"))
-        found, files = int(recorded["version"]), dict(recorded["files"])
-    except (ValueError, KeyError, TypeError) as error:
+        found = int(recorded["version"])
+        files = {name: _Entry(entry["bytes"], entry["pieces"]) for name, entry in recorded["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError("damaged manifest", file=manifest, found=error, expected="version and files") from error
     if found != version:
         raise EngineVersionError("the directory holds another version", file=directory, found=found, expected=version)
@@ -68,21 +94,57 @@ def check_publication(directory: str | Path, version: int) -> bool:
     return True
 
 
-def _check_file(file: Path, entry: dict) -> None:
-    found = {"bytes": file.stat().st_size}
-    if found["bytes"] == entry["bytes"]:
-        found["xxh3"] = _checksum(file)
-    if found != entry:
-        raise CheckpointError("a published file was altered or is incomplete", file=file, found=found, expected=entry)
+def _check_file(file: Path, entry: _Entry) -> None:
+    found, sizes = file.stat().st_size, [size for size, _ in entry.pieces]
+    if found != entry.size or sum(sizes) != entry.size:
+        raise CheckpointError(
+            "a published file is incomplete, or its manifest is", file=file, field="bytes", found=found,
+            expected=entry.size,
+        )  # fmt: skip
+    for place, (digest, (_, wanted)) in enumerate(zip(_digests(file, sizes), entry.pieces, strict=True)):
+        if digest != wanted:
+            raise CheckpointError(
+                "a published file was altered", file=file, field=f"xxh3 of piece {place} at byte {sum(sizes[:place])}",
+                found=digest, expected=wanted,
+            )  # fmt: skip
 
 
 def _listed(directory: Path) -> Iterator[Path]:
     yield from sorted(file for pattern in LISTED for file in directory.glob(pattern))
 
 
-def _checksum(file: Path) -> str:
-    state = xxhash.xxh3_64()
-    with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            state.update(chunk)
-    return state.hexdigest()
+def _hashed(file: Path) -> list[tuple[int, str]]:
+    size = file.stat().st_size
+    sizes = [min(_PIECE, size - start) for start in range(0, size, _PIECE)]
+    return list(zip(sizes, _digests(file, sizes), strict=True))
+
+
+def _digests(file: Path, sizes: Sequence[int]) -> list[str]:
+    """xxh3-64 of consecutive pieces. Read, not mapped: a mapped file that is cut short meanwhile ends the process."""
+    starts = itertools.accumulate(sizes, initial=0)
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        with ThreadPoolExecutor(_THREADS) as threads:
+            # Handed out some at a time: one may be as small as a norm.
+            places = list(zip(starts, sizes, strict=False))
+            share = -(-len(places) // (8 * _THREADS)) or 1
+            shares = [places[first : first + share] for first in range(0, len(places), share)]
+            return [
+                digest for part in threads.map(lambda part: _read_digests(descriptor, part), shares) for digest in part
+            ]
+    finally:
+        os.close(descriptor)
+
+
+def _read_digests(descriptor: int, places: Sequence[tuple[int, int]]) -> list[str]:
+    buffer, digests = memoryview(bytearray(_BUFFER)), []
+    for start, size in places:
+        state, end = xxhash.xxh3_64(), start + size
+        while start < end:
+            count = os.preadv(descriptor, [buffer[: min(_BUFFER, end - start)]], start)
+            if not count:
+                break
+            state.update(buffer[:count])
+            start += count
+        digests.append(state.hexdigest())
+    return digests

@@ -82,6 +82,11 @@ class Audit:
         self._seen: set[str] = set()
         self._problems: list[Problem] = []
 
+    @property
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """Name → shape of every tensor that belongs to the model."""
+        return dict(self._expected)
+
     def observe(self, name: str, tensor: Tensor) -> list[Problem]:
         """Check one tensor and remember it; returns its own faults."""
         found = self._name_problems(name) or self._value_problems(name, tensor)

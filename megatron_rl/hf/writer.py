@@ -7,23 +7,25 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+import xxhash
 from torch import Tensor
 
 from megatron_rl.errors import CheckpointError
-from megatron_rl.hf.audit import Audit
+from megatron_rl.hf.audit import Audit, Problem
 from megatron_rl.hf.config import HFModelConfig
 from megatron_rl.hf.families import ARCHITECTURES
 from megatron_rl.hf.files import read_json
 from megatron_rl.hf.mtp import SETTING, mtp_names
 from megatron_rl.hf.quantised import open_checkpoint
 from megatron_rl.hf.reader import INDEX_FILE, SINGLE_FILE
+from megatron_rl.hf.shard_file import Piece, ShardFile, header_room, tensor_bytes
 
 SIDE_FILES = (
     "generation_config.json",
@@ -35,6 +37,8 @@ SIDE_FILES = (
     "chat_template.*",
 )
 """Patterns of files copied from the source checkpoint as they are."""
+_WORTH_A_THREAD = 1 << 16
+"""Bytes of a tensor below which it is checked sooner than another thread hears of it."""
 
 
 class StreamingWriter:
@@ -44,9 +48,10 @@ class StreamingWriter:
             for name, tensor in tensors:
                 writer.write(name, tensor)
 
-    Shards fill up to `max_shard_bytes` in CPU memory and are then written. All of it goes to a hidden sibling
-    directory, is fsynced, and takes the target's name by one rename. Replacing an existing target renames that away
-    first: a reader may for an instant find neither, never a mixture. A killed process leaves `.NAME.*.partial` behind.
+    Tensors go straight into shards of up to `max_shard_bytes`, and are checked and hashed by a second thread meanwhile.
+    All of it goes to a hidden sibling directory, is fsynced, and takes the target's name by one rename. Replacing an
+    existing target renames that away first: a reader may for an instant find neither, never a mixture. A killed process
+    leaves `.NAME.*.partial` behind.
 
     Args:
         path: target directory; its parent must exist.
@@ -74,13 +79,17 @@ class StreamingWriter:
         check_target(self.path, overwrite)
         self._audit = Audit(config)
         self._directory = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:8]}.partial")
-        self._buffer: dict[str, Tensor] = {}
-        self._buffered_bytes = 0
+        self.pieces: dict[str, list[Piece]] = {}
+        """Weights file → its pieces, once all is written."""
+        self._shard: ShardFile | None = None
         self._shards: list[list[str]] = []
+        self._digests: dict[str, str] = {}
         self._bytes_by_dtype: Counter[torch.dtype] = Counter()
+        self._second = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-check")
 
     def __enter__(self) -> StreamingWriter:
         self._directory.mkdir()
+        self._to_come = self._audit.expected | self._mtp_shapes()
         return self
 
     def __exit__(
@@ -90,32 +99,49 @@ class StreamingWriter:
             if kind is None:
                 self._finish()
         finally:
+            self._second.shutdown()
+            if self._shard is not None:
+                self._shard.abandon()
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Add one whole tensor under its HF name; it is copied, so its memory may be reused at once."""
-        if problems := self._audit.observe(name, tensor):
+        """Add one whole tensor under its HF name; its memory may be reused at once."""
+        data = tensor_bytes(tensor)
+        if len(data) < _WORTH_A_THREAD:
+            problems = self._look_at(name, tensor, data)
+            self._add(name, tensor, data)
+        else:
+            looked = self._second.submit(self._look_at, name, tensor, data)
+            self._add(name, tensor, data)
+            problems = looked.result()
+        if problems:
             raise problems[0].error(self.path)
-        self._add(name, tensor)
 
-    def _add(self, name: str, tensor: Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self._buffer and self._buffered_bytes + size > self._max_bytes:
-            self._flush()
-        self._buffer[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        self._buffered_bytes += size
-        self._bytes_by_dtype[tensor.dtype] += size
+    def _look_at(self, name: str, tensor: Tensor, data: memoryview) -> list[Problem]:
+        problems = self._audit.observe(name, tensor)
+        self._digests[name] = xxhash.xxh3_64_hexdigest(data)
+        return problems
 
-    def _flush(self) -> None:
-        file = self._directory / _shard_name(len(self._shards), None)
-        save_file(self._buffer, str(file), metadata={"format": "pt"})
-        self._shards.append(list(self._buffer))
-        self._buffer, self._buffered_bytes = {}, 0
+    def _add(self, name: str, tensor: Tensor, data: memoryview) -> None:
+        if self._shard is not None and self._shard.size + len(data) > self._max_bytes:
+            self._end_shard()
+        if self._shard is None:
+            file = self._directory / _shard_name(len(self._shards), None)
+            self._shard = ShardFile(file, header_room(self._to_come))
+        self._shard.add(name, tensor, data)
+        self._bytes_by_dtype[tensor.dtype] += len(data)
+
+    def _end_shard(self) -> None:
+        shard, self._shard = self._shard, None
+        self.pieces[shard.path.name] = shard.close(self._digests)
+        self._shards.append(shard.names)
+        for name in shard.names:
+            self._to_come.pop(name, None)
 
     def _finish(self) -> None:
         self._audit.report().raise_for_problems(self.path)
         self._copy_mtp()
-        self._flush()
+        self._end_shard()
         self._name_shards()
         main_dtype = self._bytes_by_dtype.most_common(1)[0][0]
         write_json(self._directory / "config.json", export_settings(self.source, self._config, main_dtype))
@@ -130,7 +156,16 @@ class StreamingWriter:
         if self._config.keep_mtp:
             reader = open_checkpoint(self.source)
             for name in mtp_names(self._config, reader.names()):
-                self._add(name, reader.read(name))
+                tensor = reader.read(name)
+                data = tensor_bytes(tensor)
+                self._digests[name] = xxhash.xxh3_64_hexdigest(data)
+                self._add(name, tensor, data)
+
+    def _mtp_shapes(self) -> dict[str, Sequence[int]]:
+        if not self._config.keep_mtp:
+            return {}
+        reader = open_checkpoint(self.source)
+        return {name: reader.shape(name) for name in mtp_names(self._config, reader.names())}
 
     def _name_shards(self) -> None:
         """Give shards their final names, now that their number is known, and write the index if there are several."""
@@ -138,6 +173,7 @@ class StreamingWriter:
         for i in range(count):
             final = SINGLE_FILE if count == 1 else _shard_name(i, count)
             (self._directory / _shard_name(i, None)).rename(self._directory / final)
+            self.pieces[final] = self.pieces.pop(_shard_name(i, None))
         if count > 1:
             weight_map = {name: _shard_name(i, count) for i, names in enumerate(self._shards) for name in names}
             total = sum(self._bytes_by_dtype.values())

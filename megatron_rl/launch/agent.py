@@ -17,13 +17,19 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run torchrun on these arguments. Returns 0, or the largest exit status of its ranks, 128 + signal if killed."""
+    """Run torchrun on these arguments.
+
+    Returns:
+        0, or the largest exit status of its ranks, 128 + signal for one that was killed. SIGTERM is what the agent
+        sends to the others once one has left: it counts only where nothing else was said.
+    """
     # A handler, not SIG_IGN: ranks would inherit the latter, and one that is still importing would miss the request.
     signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         run.main(sys.argv[1:] if arguments is None else arguments)
     except ChildFailedError as error:
-        return max(_status(failure.exitcode) for failure in error.failures.values())
+        statuses = {_status(failure.exitcode) for failure in error.failures.values()}
+        return max(statuses - {128 + signal.SIGTERM} or statuses)
     return 0
 
 

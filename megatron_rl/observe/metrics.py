@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron_rl.files import write_text
+
 UNITS = {
     "rollout/tokens_mean": "tokens",
     "rollout/tokens": "tokens",
@@ -34,7 +36,7 @@ class MetricsLog:
         directory.mkdir(parents=True, exist_ok=True)
         self.file = directory / "metrics.jsonl"
         kept = [row for row in read_metrics(directory) if row["iteration"] < resume_from]
-        self.file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        write_text(self.file, "".join(json.dumps(row) + "\n" for row in kept))
         self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_from)
 
     def write(self, iteration: int, values: dict[str, float]) -> None:

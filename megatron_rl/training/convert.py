@@ -23,6 +23,7 @@ from megatron_rl.hf.conversion.sources import HFSource, Parameter, Source, model
 from megatron_rl.hf.exporter import ExpertStacks
 from megatron_rl.hf.inventory import HFTensor
 from megatron_rl.hf.names import parse_parameter_name
+from megatron_rl.hf.table import KEPT_DTYPE
 from megatron_rl.training.checkpoint import MANIFEST, RUN, STATES, faults, newest_complete
 
 Agent = Literal["actor", "critic"]
@@ -67,6 +68,7 @@ class RunSource:
         if agent == "critic":
             self.config = self.config.as_critic()
         self._check_model()
+        self._buffers: HFSource | None = None
         self._keys = {_canonical(key, agent): key for key in self._shapes}
         self._check_keys()
         self.stored_dtype = own_dtype(self.directory, "float32")
@@ -96,6 +98,11 @@ class RunSource:
 
     def read(self, parameter: Parameter) -> Iterator[tuple[str, Tensor]]:
         """See `Source.read`."""
+        if parameter.canonical in KEPT_DTYPE:
+            # A buffer that nothing trains: the run has it from the checkpoint it started from.
+            self._buffers = self._buffers or HFSource(self.directory)
+            yield from self._buffers.read(parameter)
+            return
         key = self._keys[parameter.canonical, parameter.layer]
         of_experts = _EXPERTS in f".{key}"
         experts = range(self._shapes[key][0]) if of_experts and parameter.expert is None else [parameter.expert]
@@ -110,7 +117,9 @@ class RunSource:
             )
 
     def release(self) -> None:
-        """Nothing stays open."""
+        """Let go of the files of the checkpoint the run started from."""
+        if self._buffers is not None:
+            self._buffers.release()
 
     def check_bytes(self, share: Share) -> None:
         """Compare this process's part of the checkpoint's files with their checksums.
@@ -150,7 +159,8 @@ class RunSource:
 
     def _check_keys(self) -> None:
         for parameter in self.parameters():
-            if (parameter.canonical, parameter.layer) not in self._keys:
+            stored = (parameter.canonical, parameter.layer) in self._keys
+            if not stored and parameter.canonical not in KEPT_DTYPE:
                 raise CheckpointError(
                     "the checkpoint lacks a tensor",
                     file=self.path,

@@ -12,7 +12,7 @@ from megatron_rl.engines.publication import write_publication
 from megatron_rl.files import make_durable
 from megatron_rl.hf.writer import publish_directory
 from megatron_rl.training.agents import Agents
-from megatron_rl.training.publish import write_hf
+from megatron_rl.training.publish import write_hashed_hf
 
 
 def publish(agents: Agents, directory: Path, *, canary: Canary | None = None, keep: int = 3) -> Path:
@@ -28,11 +28,12 @@ def publish(agents: Agents, directory: Path, *, canary: Canary | None = None, ke
         keep: versions kept: an engine may still be reading the one before.
     """
     target = directory / f"version-{agents.version:06d}"
-    staged = write_hf(agents.actor.model, target.with_name(f".{target.name}.staged"), agents.config.model.path)
+    staged = target.with_name(f".{target.name}.staged")
+    pieces = write_hashed_hf(agents.actor.model, staged, agents.config.model.path)
     if dist.get_rank() == 0:
         if canary is not None:
             canary.write(staged)
-        write_publication(staged, agents.version)
+        write_publication(staged, agents.version, pieces)
         for file in (*staged.iterdir(), staged):
             make_durable(file)
         publish_directory(staged, target)

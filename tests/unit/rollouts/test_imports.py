@@ -278,6 +278,10 @@ def test_vllm_faults_are_named(change: dict, field: str, tmp_path: Path) -> None
     assert caught.value.file.endswith("dump.jsonl:1")
 
 
+class Unknown:
+    """A class that nobody has declared harmless."""
+
+
 def test_slime_debug_dump_is_read_and_nothing_else_is_unpickled(tmp_path: Path) -> None:
     arrays = sample(tokens=np.asarray(TOKENS), rollout_routed_experts=every_layer(), index=None, group_index=None)
     torch.save({"rollout_id": 3, "samples": [arrays, sample()]}, tmp_path / "rollout_3.pt")
@@ -287,7 +291,7 @@ def test_slime_debug_dump_is_read_and_nothing_else_is_unpickled(tmp_path: Path) 
     np.testing.assert_array_equal(first.routes, second.routes)
     (listed,) = read_dump(dumped(tmp_path, {"rollout_id": 3, "samples": [sample()]}, name="rollout_3.jsonl"), OPTIONS)
     assert_same(listed, second)
-    torch.save({"samples": [Path("x")]}, tmp_path / "evil.pt")
+    torch.save({"samples": [Unknown()]}, tmp_path / "evil.pt")
     with pytest.raises(RolloutError, match="dump is unreadable .*evil.pt"):
         list(read_dump(tmp_path / "evil.pt", OPTIONS))
 

@@ -76,14 +76,14 @@ def test_a_requeued_job_takes_its_own_lock_and_no_other(tmp_path: Path, monkeypa
         RunLock(tmp_path)
 
 
-def contend(directory: Path, results) -> None:
+def contend(directory: Path, results, all_have_tried) -> None:
     try:
-        held = RunLock(directory)
-        time.sleep(0.5)
+        RunLock(directory)
         results.put(1)
-        held.release()
     except LaunchError:
         results.put(0)
+    # A winner that ended before the last one looked would leave a dead lock behind.
+    all_have_tried.wait()
 
 
 def test_of_many_that_find_a_dead_lock_one_wins(tmp_path: Path) -> None:
@@ -91,11 +91,12 @@ def test_of_many_that_find_a_dead_lock_one_wins(tmp_path: Path) -> None:
     old = time.time() - lock.DEAD - 1
     os.utime(tmp_path / NAME, (old, old))
     context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    processes = [context.Process(target=contend, args=(tmp_path, results)) for _ in range(6)]
+    results, all_have_tried = context.Queue(), context.Event()
+    processes = [context.Process(target=contend, args=(tmp_path, results, all_have_tried)) for _ in range(6)]
     for process in processes:
         process.start()
     assert sum(results.get(timeout=30) for _ in processes) == 1
+    all_have_tried.set()
     for process in processes:
         process.join()
 
