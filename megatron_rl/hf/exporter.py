@@ -16,13 +16,15 @@ from megatron_rl.hf.layout import join, unmerge
 def join_shards(canonical: str, shards: Sequence[Tensor], config: HFModelConfig) -> Tensor:
     """Tensor-parallel shards of one parameter, in rank order → the whole parameter, vocabulary still padded.
 
-    For experts these are the shards of the expert-tensor-parallel group.
+    For experts these are the shards of the expert-tensor-parallel group. The result may be one of the shards.
 
     Raises:
         CheckpointError: the family has no such parameter, or replicas (norms, routers) are not bit-equal.
     """
     try:
-        return join(rule_for(config, canonical).split, shards)
+        split = rule_for(config, canonical).split
+        # One shard is the whole: nothing is copied.
+        return shards[0] if len(shards) == 1 else join(split, shards)
     except CheckpointError as error:
         if error.field:
             raise

@@ -52,6 +52,8 @@ class Heartbeat:
     """Trajectories on disk."""
     problem: str = ""
     """What hinders it, for people; empty: nothing."""
+    in_flight: int = -1
+    """Episodes that were begun and are not on disk; -1: not known."""
 
 
 @dataclass(frozen=True)

@@ -100,12 +100,13 @@ class RolloutProcess:
 
     def tell(self, state: str, problem: str = "") -> None:
         """A heartbeat out of turn."""
+        self._exchange.write_heartbeat(self._heartbeat(state, problem))
+
+    def _heartbeat(self, state: str, problem: str = "") -> Heartbeat:
         recorded = self._before + self._writer.written
-        self._exchange.write_heartbeat(
-            Heartbeat(
-                time.time_ns(), state, self._engine.version, recorded, problem or self._writer.problem or self._trouble
-            )
-        )
+        problem = problem or self._writer.problem or self._trouble
+        in_flight = self._feed.begun - recorded
+        return Heartbeat(time.time_ns(), state, self._engine.version, recorded, problem, in_flight)
 
     async def _play_all(self) -> None:
         """As many lanes as episodes may be in flight; returns when a limit is reached and all have ended."""
@@ -191,7 +192,9 @@ class RolloutProcess:
     async def _beat(self) -> None:
         while True:
             idle = "asleep" if self._asleep else "waiting"
-            await asyncio.to_thread(self.tell, idle if self._feed.starved else "playing")
+            # One moment's state and counts: the trainer gives up groups by them.
+            heartbeat = self._heartbeat(idle if self._feed.starved else "playing")
+            await asyncio.to_thread(self._exchange.write_heartbeat, heartbeat)
             await asyncio.sleep(BEAT_SECONDS)
 
     async def _rest_when_idle(self) -> None:

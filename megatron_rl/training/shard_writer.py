@@ -47,11 +47,14 @@ class ShardWriter:
         return len(self._buffer)
 
     async def add(self, trajectory: Trajectory) -> None:
-        """Take a finished trajectory.
+        """Take a finished trajectory; one without tokens, whose environment failed to start, is left out.
 
         Raises:
             RolloutError: the file system has refused for longer than `patience`.
         """
+        if not len(trajectory.tokens):
+            _log.warning("episode %s left nothing to record: %s", trajectory.trajectory_id, _why(trajectory))
+            return
         async with self._lock:
             if not self._buffer:
                 self._since = time.monotonic()
@@ -84,6 +87,10 @@ class ShardWriter:
         self.written += len(self._buffer)
         self.problem = ""
         self._buffer.clear()
+
+
+def _why(trajectory: Trajectory) -> str:
+    return str((trajectory.metadata or {}).get("error", trajectory.outcome))
 
 
 def _write_once(folder: Path, header: RolloutHeader, trajectories: list[Trajectory], name: str) -> None:

@@ -28,7 +28,7 @@ from megatron_rl.training.agents import Agents
 from megatron_rl.training.canary import make_canary
 from megatron_rl.training.child import RolloutChild
 from megatron_rl.training.entrance import validated
-from megatron_rl.training.exchange import Exchange, Progress
+from megatron_rl.training.exchange import Exchange, Heartbeat, Progress
 from megatron_rl.training.ledger import Entry
 from megatron_rl.training.selection import episodes_to_refill
 from megatron_rl.training.sources import Delivery, Supply
@@ -194,12 +194,16 @@ class StreamSource:
         return validated(self._config, batch, self._supply.fingerprint, version, side)[0]
 
     def _look_for_rows(self, count: int, version: int) -> _Look | None:
+        # Before the scan: what is on disk by then is all of what it counts.
+        heartbeat, _ = self._exchange.heartbeat()
         self._index.scan()
         if self._config.rollout.colocated and not self._device_is_free(version):
             self._check_life("the engine still holds the device")
             return None
         given_up = self._index.expired
         rows = self._take(count, version)
+        if not rows and self._is_stuck(heartbeat):
+            self._index.give_up_partial()
         if self._index.expired > given_up:
             # Others may be played in their place, now.
             self._exchange.write_progress(Progress(version, self._room_made))
@@ -214,6 +218,14 @@ class StreamSource:
             return _Look(rejected=reason)
         self._check_life(f"{len(self._index.waiting)} of {count} trajectories are there")
         return None
+
+    def _is_stuck(self, heartbeat: Heartbeat | None) -> bool:
+        """Whether groups that lack a member will lack it for ever: the rollout process has no room and nothing in
+        flight, and we know all that it recorded. An environment that failed to start leaves such groups."""
+        if heartbeat is None or not self._config.rollout.complete_groups:
+            return False
+        idle = heartbeat.state in ("waiting", "asleep") and heartbeat.in_flight == 0
+        return idle and heartbeat.recorded == self._index.found
 
     def _device_is_free(self, version: int) -> bool:
         """Whether the engine has gone to sleep after all that we found, and under these weights."""

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +91,20 @@ class StreamIndex:
         self.expired += len(expired)
         return chosen
 
+    def give_up_partial(self) -> None:
+        """Give up groups that are not whole, and what may come of them later. Only where nothing is in flight."""
+        present = Counter(row.group for row in self.waiting)
+        partial = [row for row in self.waiting if present[row.group] < row.size]
+        if not partial:
+            return
+        self._lost |= {row.group for row in partial}
+        self._taken |= {(row.file, row.row) for row in partial}
+        self.waiting = [row for row in self.waiting if present[row.group] >= row.size]
+        self.expired += len(partial)
+        _log.warning("%d trajectories are given up: others of their groups could not be played", len(partial))
+
     expired = 0
-    """Trajectories given up because they had become too old."""
+    """Trajectories given up because they had become too old, or their groups cannot become whole."""
 
     def _add(self, shard: Path) -> None:
         try:

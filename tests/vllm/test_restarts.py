@@ -24,17 +24,22 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 PATIENT = PoolSettings(attempts=6, patience=400, health_every=1.0)
 
 
-def episodes(engine: VllmEngine, count: int, turns: int, seed: int = 0) -> list[list[int]]:
-    """Play so many token sequences of several turns at a time; each turn continues the exact prefix."""
+TURNS = 16
+"""Of 14 tokens after 20: they fit into a context of 256."""
+
+
+def episodes(engine: VllmEngine, count: int, played: list[int], seed: int = 0) -> list[list[int]]:
+    """Play so many token sequences of TURNS turns at a time; each turn continues the exact prefix and is counted."""
     rng = np.random.default_rng(seed)
     starts = [rng.integers(0, VOCAB, 20).tolist() for _ in range(count)]
 
     async def one(tokens: list[int]) -> list[int]:
         versions = []
-        for _ in range(turns):
+        for _ in range(TURNS):
             generation = await engine.agenerate(tokens, 12, [])
             tokens = [*tokens, *generation.tokens.tolist(), 1, 2]
             versions.append(generation.version)
+            played.append(generation.version)
         return versions
 
     async def play() -> list[list[int]]:
@@ -50,13 +55,15 @@ def test_killed_server_is_restarted_and_taken_back(published: Published, tmp_pat
         replicas = [HttpReplica(url, timeout=60) for url in group.urls]
         with VllmEngine(replicas, published.v0, settings=PATIENT) as engine:
             engine.load(published.v1, 1)
-            found: list[list[int]] = []
-            player = threading.Thread(target=lambda: found.extend(episodes(engine, 6, 30)))
+            found, played = [], []
+            player = threading.Thread(target=lambda: found.extend(episodes(engine, 6, played)))
             player.start()
-            time.sleep(1.0)
+            while len(played) < 12:
+                assert player.is_alive()
+                time.sleep(0.01)
             os.killpg(group.servers[0]._process.pid, signal.SIGKILL)
             player.join(600)
-            assert len(found) == 6 and {version for turns in found for version in turns} == {1}
+            assert [set(turns) for turns in found] == [{1}] * 6 and engine.faults, "killed in the middle"
             deadline = time.monotonic() + 300
             while not all(member.serving for member in engine._members):
                 assert time.monotonic() < deadline, engine.faults

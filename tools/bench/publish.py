@@ -3,9 +3,11 @@
     python tools/bench/publish.py             # ~100 M parameters in bfloat16 (200 MB), one rank, one server
     python tools/bench/publish.py --help
 
-Needs the environment of `make setup-vllm`. Per repeat, alternating: copy the weights file within the same file system
-(cached, then flushed, as publishing flushes); publish (export, write, checksum, flush, rename); load (check checksums,
-pause, load, compare parameters, resume). All of it competes for the same cores on a machine without a GPU.
+Needs the environment of `make setup-vllm`. Per repeat, alternating: publish (export, check, write, hash, flush,
+rename); load (compare checksums, pause, load, compare parameters, resume); copy the weights file within the same file
+system (cached, then flushed, as publishing flushes). `vLLM's reload` is what vLLM's own loader takes inside its worker
+for tensors that lie in mapped files: no load can be faster. All of it competes for the same cores on a machine without
+a GPU.
 """
 
 from __future__ import annotations
@@ -27,17 +29,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 SHAPE = {"hidden_size": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "num_experts": 16,
          "moe_hidden_size": 512}  # fmt: skip
-PARTS = ("copy", "publish", "load")
+STEPS = {
+    "check": "compare checksums",
+    "pause": "pause",
+    "load_directory": "load in the worker",
+    "reload": "of it vLLM's reload",
+    "differing_parameters": "compare parameters",
+    "resume": "resume",
+}
 
 
 def main(
     repeats: int = typer.Option(5, help="Timed publications after one that warms up."),
     directory: Path = typer.Option(Path("/dev/shm"), help="File system to publish on: shared memory, or a disk."),
 ) -> None:
-    """Print seconds and the ratio (publish + load) / copy."""
+    """Print seconds, and ratios over the copy."""
     from megatron_rl.engines.vllm.options import VllmOptions
     from megatron_rl.engines.vllm.pool import VllmEngine
-    from megatron_rl.engines.vllm.remote import HttpReplica
     from megatron_rl.engines.vllm.server import LocalServer
     from megatron_rl.launch.environment import ranks
 
@@ -45,11 +53,10 @@ def main(
         model = Path(folder) / "model"
         agents = _agents(model, topology)
         options = VllmOptions(model, max_model_len=256, max_num_seqs=16, kv_cache_bytes=64 << 20)
-        with (
-            LocalServer(options, Path(folder) / "server.log") as server,
-            VllmEngine([HttpReplica(server.url)], model) as engine,
-        ):
-            seconds, size = _measure(agents, engine, Path(folder), repeats)
+        with LocalServer(options, Path(folder) / "server.log") as server:
+            replica, steps = _timed_replica(server.url)
+            with VllmEngine([replica], model) as engine:
+                seconds, size = _measure(agents, engine, steps, Path(folder), repeats)
     _show(seconds, size)
 
 
@@ -75,19 +82,50 @@ def _agents(path: Path, topology):
     return build_agents(_config(str(path)), topology)
 
 
-def _measure(agents, engine, folder: Path, repeats: int) -> tuple[dict[str, list[float]], int]:
+def _timed_replica(url: str):
+    """A replica, and the seconds that its steps took since they were last cleared."""
+    from megatron_rl.engines.vllm.remote import HttpReplica
+
+    steps: dict[str, float] = {}
+
+    class Timed(HttpReplica):
+        async def pause(self) -> None:
+            start = time.perf_counter()
+            await super().pause()
+            steps["pause"] = time.perf_counter() - start
+
+        async def resume(self) -> None:
+            start = time.perf_counter()
+            await super().resume()
+            steps["resume"] = time.perf_counter() - start
+
+        async def _on_workers(self, method: str, **named: str) -> list:
+            start = time.perf_counter()
+            found = await super()._on_workers(method, **named)
+            steps[method] = time.perf_counter() - start
+            if method == "load_directory":
+                steps["reload"] = max(found)
+            return found
+
+    return Timed(url), steps
+
+
+def _measure(agents, engine, steps: dict, folder: Path, repeats: int) -> tuple[dict[str, list[float]], int]:
+    from megatron_rl.engines.publication import check_publication
     from megatron_rl.training.versions import publish
 
-    seconds: dict[str, list[float]] = {part: [] for part in PARTS}
+    seconds: dict[str, list[float]] = {part: [] for part in ("copy", "publish", "load", *STEPS)}
     for repeat in range(repeats + 1):
-        agents.version = repeat + 1
+        agents.version = version = repeat + 1
         published, taken = _timed(lambda: publish(agents, folder / "weights"))
-        _, loaded = _timed(lambda where=published, version=repeat + 1: engine.load(where, version))
+        _, loaded = _timed(lambda where=published, version=version: engine.load(where, version))
         weights = published / "model.safetensors"
         _, copied = _timed(lambda file=weights: _copy(file, folder / "copy"))
+        _, checked = _timed(lambda where=published, version=version: check_publication(where, version))
         if repeat:
-            for part, value in zip(PARTS, (copied, taken, loaded), strict=True):
-                seconds[part].append(value)
+            found = {"copy": copied, "publish": taken, "load": loaded, "check": checked} | steps
+            for part, values in seconds.items():
+                values.append(found[part])
     return seconds, weights.stat().st_size
 
 
@@ -104,9 +142,15 @@ def _timed(work: Callable):
 
 
 def _show(seconds: dict[str, list[float]], size: int) -> None:
-    ratios = [(p + n) / c for c, p, n in zip(*(seconds[part] for part in PARTS), strict=True)]
     table = Table("what", "median", "min", "max", title=f"{size / 1e6:.0f} MB of weights")
-    rows = {f"{part}, s": seconds[part] for part in PARTS} | {"(publish + load) / copy": ratios}
+    rows = {f"{part}, s": seconds[part] for part in ("copy", "publish", "load")}
+    rows |= {f"  {name}, s": seconds[step] for step, name in STEPS.items()}
+    ratios = {
+        "publish / copy": ("publish",), "load / copy": ("load",), "(publish + load) / copy": ("publish", "load"),
+        "vLLM's reload / copy": ("reload",),
+    }  # fmt: skip
+    for name, parts in ratios.items():
+        rows[name] = [sum(taken) / copy for copy, *taken in zip(seconds["copy"], *map(seconds.get, parts), strict=True)]
     for name, values in rows.items():
         table.add_row(name, *(f"{value:.3f}" for value in (statistics.median(values), min(values), max(values))))
     Console().print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,9 @@ def vllm_environment() -> dict[str, str]:
     if not torch.cuda.is_available():
         # Compiled for a CPU, one small function of the sampler keeps the first call waiting for half a minute.
         variables["TORCH_COMPILE_DISABLE"] = "1"
+        # A reload puts each layer together in fresh memory: touching it first is a quarter of the time, less in large
+        # pages. Read by a process when it starts.
+        variables["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     return variables
 
 

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,8 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
         super().__init__(*arguments, **named)
         # The checkpoint the model came from says what a whole set of weights is.
         self._wanted = _shapes(self.model_config.model)
+        self.reload_seconds = 0.0
+        """What vLLM itself needed for the last update."""
 
     def init_transfer_engine(self, init_info: DirectoryInit) -> None:
         """Nothing to connect."""
@@ -68,7 +71,9 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
         """
         try:
             self._check(update_info.path)
-            self.model.load_weights(_tensors(update_info.path))
+            tensors, start = list(_tensors(update_info.path)), time.perf_counter()
+            self.model.load_weights(iter(tensors))
+            self.reload_seconds = time.perf_counter() - start
         except BaseException:
             self.abandon()
             raise
@@ -106,8 +111,11 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
 class WorkerExtension:
     """Methods that vLLM adds to its workers, called through `collective_rpc`."""
 
-    def load_directory(self, path: str) -> None:
+    def load_directory(self, path: str) -> float:
         """A whole update in one call, which may be repeated: nothing stays begun if the caller goes away.
+
+        Returns:
+            Seconds that vLLM's own reload took, from tensors in mapped files to layers in place.
 
         Raises:
             CheckpointError: see `DirectoryTransfer.receive_weights`.
@@ -119,6 +127,7 @@ class WorkerExtension:
         self.start_weight_update()
         self.update_weights({"path": path})
         self.finish_weight_update()
+        return self.weight_transfer_engine.reload_seconds
 
     def differing_parameters(self, path: str) -> dict[str, list[str]]:
         """Compare live parameters that keep their name and shape (norms, routers, unsharded embeddings) with files.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from megatron_rl.engines.canary import CANARY_FILE, Canary, check_canary, mean_k3
 from megatron_rl.engines.publication import PUBLICATION_FILE, check_publication, write_publication
@@ -41,12 +42,19 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+def edit_pieces(folder: Path, edit: Callable[[list], object]) -> None:
+    manifest = json.loads((folder / PUBLICATION_FILE).read_text())
+    edit(manifest["files"]["a.safetensors"]["pieces"])
+    (folder / PUBLICATION_FILE).write_text(json.dumps(manifest))
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "flipped bit": lambda folder: flip(folder / "a.safetensors"),
     "truncated": lambda folder: (folder / "a.safetensors").write_bytes(bytes(range(199))),
     "missing": lambda folder: (folder / "b.safetensors").unlink(),
     "left over": lambda folder: (folder / "c.safetensors").write_bytes(b""),
     "config": lambda folder: (folder / "config.json").write_text("[]"),
+    "short manifest": lambda folder: edit_pieces(folder, lambda pieces: pieces.pop()),
     "manifest": lambda folder: (folder / PUBLICATION_FILE).write_text('{"version": 3'),
 }
 
@@ -56,6 +64,23 @@ def test_damage_is_found(directory: Path, damage: str) -> None:
     DAMAGE[damage](directory)
     with pytest.raises(CheckpointError):
         check_publication(directory, 3)
+
+
+@pytest.mark.parametrize("sizes", [[200], [1, 0, 120, 79], [2] * 100])
+def test_pieces_of_the_writer_are_as_good(directory: Path, sizes: list[int]) -> None:
+    """Hashed by whoever wrote them, in pieces of any size; every byte is in one."""
+    content, pieces, start = (directory / "a.safetensors").read_bytes(), [], 0
+    for size in sizes:
+        pieces.append((size, xxhash.xxh3_64_hexdigest(content[start : start + size])))
+        start += size
+    write_publication(directory, 3, {"a.safetensors": pieces})
+    assert check_publication(directory, 3)
+    for place in range(0, len(content), 9):
+        altered = bytearray(content)
+        altered[place] ^= 1
+        (directory / "a.safetensors").write_bytes(altered)
+        with pytest.raises(CheckpointError, match="altered"):
+            check_publication(directory, 3)
 
 
 def test_another_version_is_refused(directory: Path) -> None:

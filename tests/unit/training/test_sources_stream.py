@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import resource
 from collections import deque
@@ -78,6 +79,16 @@ def test_of_a_group_that_is_too_old_nothing_waits_on(tmp_path: Path) -> None:
     assert index.waiting == [] and index.expired == 2
 
 
+def test_groups_that_lack_a_member_for_ever_are_given_up_with_what_comes_late(tmp_path: Path) -> None:
+    index = StreamIndex(tmp_path, tmp_path, (), skip_damaged=False)
+    index.waiting = [row(0, 2, group="a", size=2), row(1, 2, group="b", size=2), row(2, 2, group="b", size=2)]
+    index.give_up_partial(), index.give_up_partial()
+    assert numbers(index.waiting) == [1, 2] and index.expired == 1
+    index.waiting.append(row(3, 2, group="a", size=2))
+    assert numbers(index.take(2, 2, 1, whole_groups=True, drop=False)) == [1, 2]
+    assert index.waiting == [] and index.expired == 2
+
+
 def test_an_episode_that_left_nothing_makes_room() -> None:
     feed = Feed(room=1)
     assert feed.drain() == ["0-0"]
@@ -146,21 +157,24 @@ def test_a_limit_ends_the_feed() -> None:
     assert Feed(limit=3, room=100).drain() == ["0-0", "0-1", "0-2"]
 
 
-@given(st.integers(0, 3), st.integers(1, 3), st.booleans(), st.integers(0, 10_000))
+@given(
+    st.integers(0, 3), st.integers(1, 3), st.booleans(), st.booleans(), st.sampled_from([0, 0.3]), st.integers(0, 9999)
+)
 def test_staleness_is_bounded_nothing_is_used_twice_and_nothing_locks_up(
-    staleness: int, group: int, whole: bool, seed: int
+    staleness: int, group: int, whole: bool, drop: bool, failing: float, seed: int
 ) -> None:
-    """Trainer and rollout process in small steps, at random, with episodes of very different length."""
+    """Trainer and rollout process in small steps, at random; episodes differ much in length, some leave
+    nothing."""
     rng = random.Random(seed)
-    count, version, taken, expired = 4, 0, 0, 0
+    count, version, taken = 4, 0, 0
     used: set[int] = set()
-    waiting: list[Row] = []
+    index = StreamIndex(Path(), Path(), (), skip_damaged=False)
     flying: deque[tuple[int, Row]] = deque()
     feed = Feed(size=group)
     for step in range(4000):
         if version == 12:
             break
-        feed.allow(taken + expired + (staleness + 1) * count)
+        feed.allow(taken + index.expired + (staleness + 1) * count)
         if not feed.feed.starved and rng.random() < 0.7:
             planned = feed.take()
             name = f"{planned.block}/{planned.spec.group_id}"
@@ -169,15 +183,15 @@ def test_staleness_is_bounded_nothing_is_used_twice_and_nothing_locks_up(
         for ends, begun in list(flying):
             if ends <= step:
                 flying.remove((ends, begun))
-                waiting.append(row(begun.row, begun.oldest, version, begun.group, begun.size))
-        chosen, given_up = choose(
-            waiting, count=count, version=version, staleness=staleness, whole_groups=whole, drop=True
-        )
-        gone = {found.row for found in (*chosen, *given_up)}
-        waiting = [found for found in waiting if found.row not in gone]
-        expired += len(given_up)
+                if rng.random() < failing:
+                    feed.loop.run_until_complete(feed.feed.give_back())
+                else:
+                    index.waiting.append(row(begun.row, begun.oldest, version, begun.group, begun.size))
+        chosen = index.take(count, version, staleness, whole_groups=whole, drop=drop)
+        if not chosen and whole and feed.feed.starved and not flying:
+            index.give_up_partial()
         if chosen:
-            assert all(version - staleness <= found.oldest <= version for found in chosen)
+            assert not drop or all(version - staleness <= found.oldest <= version for found in chosen)
             assert not used & {found.row for found in chosen}
             used |= {found.row for found in chosen}
             taken, version = taken + len(chosen), version + 1
@@ -251,6 +265,28 @@ def test_shards_are_small_and_a_restarted_writer_goes_on(tmp_path: Path) -> None
         "00000002.arrow",
     ]
     assert recorded_ids(tmp_path) == set("abcde")
+
+
+def test_an_episode_without_tokens_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def write() -> ShardWriter:
+        writer = make_writer(tmp_path)
+        for name, versions in (("a", (0, 0)), ("empty", None), ("b", (0, 0))):
+            await writer.add(nothing(name) if versions is None else trajectory(name, versions))
+        return writer
+
+    writer = asyncio.run(write())
+    assert writer.written == 2 and writer.held == 0
+    assert read_batch(tmp_path / "00000").trajectory_ids == ("a", "b")
+    assert "episode empty left nothing to record: no container left" in caplog.text
+
+
+def nothing(name: str) -> Trajectory:
+    """What is left of an episode whose environment did not start."""
+    whole = trajectory(name, error="no container left")
+    per_token = ("tokens", "action_mask", "turn_id", "logprobs", "version")
+    return dataclasses.replace(
+        whole, outcome="aborted", **{field: getattr(whole, field)[:0] for field in per_token}, turn_rewards=np.zeros(0)
+    )
 
 
 def test_a_full_disk_is_waited_for_and_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
