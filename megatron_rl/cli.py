@@ -39,9 +39,9 @@ def train(
     from megatron_rl.config import load_config
     from megatron_rl.launch.environment import ranks
     from megatron_rl.observe.progress import TerminalWatch
-    from megatron_rl.training.lock import run_lock
     from megatron_rl.training.loop import Loop
-    from megatron_rl.training.stopping import STOPPED, Stopped, stop_on_signals
+    from megatron_rl.training.state.lock import run_lock
+    from megatron_rl.training.state.stopping import STOPPED, Stopped, stop_on_signals
 
     recorded = [] if rollouts is None else [f"rollout.recorded={rollouts}"]
     settings = load_config(config, [*(overrides or []), *recorded])

@@ -14,7 +14,7 @@ from megatron_rl.backend.weights import import_hf
 from megatron_rl.batching import CostModel
 from megatron_rl.config import OptimizerConfig, RunConfig
 from megatron_rl.hf.config import HFModelConfig, read_hf_config
-from megatron_rl.training.controllers import Controllers
+from megatron_rl.training.objective.controllers import Controllers
 
 
 @dataclass

@@ -17,7 +17,7 @@ from megatron_rl.batching import actor_stream, decision_offsets, split_minibatch
 from megatron_rl.engines.episodes import Demonstration
 from megatron_rl.reduce import from_last, sum_over
 from megatron_rl.training.agents import Agents
-from megatron_rl.training.losses import LikelihoodTerms, loss_weights
+from megatron_rl.training.objective.losses import LikelihoodTerms, loss_weights
 from megatron_rl.training.score import decisions_of, plan, prepare, readout
 
 

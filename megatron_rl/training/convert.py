@@ -24,7 +24,7 @@ from megatron_rl.hf.exporter import ExpertStacks
 from megatron_rl.hf.inventory import HFTensor
 from megatron_rl.hf.names import parse_parameter_name
 from megatron_rl.hf.table import KEPT_DTYPE
-from megatron_rl.training.checkpoint import MANIFEST, RUN, STATES, faults, newest_complete
+from megatron_rl.training.state.checkpoint import MANIFEST, RUN, STATES, faults, newest_complete
 
 Agent = Literal["actor", "critic"]
 State = Literal["weights", "ewma", "reference"]

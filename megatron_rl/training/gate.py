@@ -14,9 +14,9 @@ import torch
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.training.agents import Agents
-from megatron_rl.training.diagnostics import mismatch_metrics
+from megatron_rl.training.objective.diagnostics import mismatch_metrics
+from megatron_rl.training.objective.selection import trainable_rows
 from megatron_rl.training.score import decisions_of, policy_logprobs, streams
-from megatron_rl.training.selection import trainable_rows
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
 """Tried in turn when log-probs do not fit; 1 also stands for log-probs of raw logits."""

@@ -14,8 +14,8 @@ from megatron_rl.engines.tasks import Task
 from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.training.agents import Agents
 from megatron_rl.training.entrance import load_validated
+from megatron_rl.training.objective.selection import episodes_to_refill
 from megatron_rl.training.rollout import evaluate, record
-from megatron_rl.training.selection import episodes_to_refill
 from megatron_rl.training.sources import Delivery, Supply
 from megatron_rl.training.versions import publish
 

@@ -15,7 +15,7 @@ from megatron_rl.engines.local import LocalEngine
 from megatron_rl.engines.tasks import Task
 from megatron_rl.rollouts.schema import Trajectory
 from megatron_rl.rollouts.store import write_shard
-from megatron_rl.training.stopping import Stopped, StopRequest
+from megatron_rl.training.state.stopping import Stopped, StopRequest
 
 
 def my_share(specs: list[EpisodeSpec]) -> list[EpisodeSpec]:

@@ -17,9 +17,9 @@ from megatron_rl.config import RunConfig
 from megatron_rl.engines.tasks import Task, make_task
 from megatron_rl.errors import ConfigError, LaunchError
 from megatron_rl.training.exchange import Exchange, Heartbeat
-from megatron_rl.training.lock import run_lock
 from megatron_rl.training.rollout_engines import start_engine
 from megatron_rl.training.rollout_process import RolloutProcess, newest
+from megatron_rl.training.state.lock import run_lock
 
 START_WAIT = 0.2
 ORPHAN_SECONDS = 10.0

@@ -27,18 +27,25 @@ from megatron_rl.objectives.rewards import overlong_filter, shape_with_kl, succe
 from megatron_rl.objectives.segments import repeat
 from megatron_rl.reduce import gather_slots, sum_over
 from megatron_rl.rollouts.schema import RolloutBatch
-from megatron_rl.training.advantages import Estimate, Timeline, correct_rows, estimate, place_all_rewards, timeline
 from megatron_rl.training.agents import Agents
-from megatron_rl.training.correction import accepted
-from megatron_rl.training.diagnostics import (
+from megatron_rl.training.objective.advantages import (
+    Estimate,
+    Timeline,
+    correct_rows,
+    estimate,
+    place_all_rewards,
+    timeline,
+)
+from megatron_rl.training.objective.correction import accepted
+from megatron_rl.training.objective.diagnostics import (
     batch_metrics,
     mismatch_metrics,
     prompt_information_metrics,
     prompt_mean_baseline,
     staleness_metrics,
 )
+from megatron_rl.training.objective.selection import numbered, select, total_rewards
 from megatron_rl.training.records import ScoredBatch
-from megatron_rl.training.selection import numbered, select, total_rewards
 
 
 def readout(config: RunConfig) -> Readout:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_rl.config import RunConfig
 from megatron_rl.rollouts.schema import ModelFingerprint, RolloutBatch
 from megatron_rl.training.agents import Agents
-from megatron_rl.training.ledger import Ledger
-from megatron_rl.training.stopping import StopRequest
+from megatron_rl.training.state.ledger import Ledger
+from megatron_rl.training.state.stopping import StopRequest
 
 if TYPE_CHECKING:
     from megatron_rl.engines.tasks import Task

@@ -23,16 +23,16 @@ import torch.distributed as dist
 from megatron_rl.backend import platform
 from megatron_rl.errors import ConfigError, EngineVersionError, MegatronRLError
 from megatron_rl.rollouts.schema import RolloutBatch
-from megatron_rl.training import ledger
 from megatron_rl.training.agents import Agents
 from megatron_rl.training.canary import make_canary
 from megatron_rl.training.child import RolloutChild
 from megatron_rl.training.entrance import validated
 from megatron_rl.training.exchange import Exchange, Heartbeat, Progress
-from megatron_rl.training.ledger import Entry
-from megatron_rl.training.selection import episodes_to_refill
+from megatron_rl.training.objective.selection import episodes_to_refill
 from megatron_rl.training.sources import Delivery, Supply
-from megatron_rl.training.stopping import Stopped
+from megatron_rl.training.state import ledger
+from megatron_rl.training.state.ledger import Entry
+from megatron_rl.training.state.stopping import Stopped
 from megatron_rl.training.stream_index import Row, StreamIndex
 from megatron_rl.training.versions import publish
 from megatron_rl.training.vital_signs import VitalSigns

@@ -20,10 +20,10 @@ from megatron_rl.objectives.segments import repeat
 from megatron_rl.reduce import from_last, sum_over
 from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.training.agents import Agents
-from megatron_rl.training.correction import accepted, importance_weights, removal_metrics
-from megatron_rl.training.diagnostics import mismatch_metrics
-from megatron_rl.training.frozen import attention, step_without
-from megatron_rl.training.losses import (
+from megatron_rl.training.objective.correction import accepted, importance_weights, removal_metrics
+from megatron_rl.training.objective.diagnostics import mismatch_metrics
+from megatron_rl.training.objective.frozen import attention, step_without
+from megatron_rl.training.objective.losses import (
     POLICY_SUMS,
     VALUE_SUMS,
     CoefficientTerms,
@@ -31,9 +31,9 @@ from megatron_rl.training.losses import (
     ValueTerms,
     loss_weights,
 )
+from megatron_rl.training.objective.surrogates import StepSegments, StepVectors, WholeStepLoss, whole_step_loss
 from megatron_rl.training.records import ScoredBatch
 from megatron_rl.training.score import decisions_of, plan, policy_logprobs, prepare, readout, score_slots
-from megatron_rl.training.surrogates import StepSegments, StepVectors, WholeStepLoss, whole_step_loss
 
 
 def update_actor(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> dict[str, float]:

@@ -218,7 +218,7 @@ def reject(plain: dict, times: int) -> tuple[int, str]:
     from megatron_rl.training import stream
     from megatron_rl.training.exchange import Exchange
     from megatron_rl.training.loop import Loop
-    from megatron_rl.training.stopping import Stopped, StopRequest
+    from megatron_rl.training.state.stopping import Stopped, StopRequest
 
     stream.LOOK_SECONDS = 0.05
     config, stop = parse_config(plain), StopRequest()

@@ -24,9 +24,9 @@ from megatron_rl.backend.anchor import swapped_in
 from megatron_rl.backend.checkpoint import AgentStates, load_states
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import CheckpointError
-from megatron_rl.training import checkpoint
+from megatron_rl.training.state import checkpoint
 from megatron_rl.training.agents import Agents
-from megatron_rl.training.checkpoint import load_checkpoint, newest_complete, save_checkpoint
+from megatron_rl.training.state.checkpoint import load_checkpoint, newest_complete, save_checkpoint
 from megatron_rl.training.score import score_batch
 from megatron_rl.training.update import update_actor, update_critic
 from tests.dist.experiment import Weights, start, whole

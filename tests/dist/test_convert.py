@@ -17,7 +17,7 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.conversion.plan import make_plan
 from megatron_rl.hf.conversion.run import Share, convert
 from megatron_rl.hf.conversion.verify import verify
-from megatron_rl.training.checkpoint import save_checkpoint
+from megatron_rl.training.state.checkpoint import save_checkpoint
 from megatron_rl.training.convert import RunSource, compare_outputs, find_checkpoint, open_source
 from megatron_rl.training.score import score_batch
 from megatron_rl.training.update import update_actor, update_critic

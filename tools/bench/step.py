@@ -137,9 +137,9 @@ def synthetic_batch(hf, sequences: int, longest: int, seed: int = 0):
 def _steps(agents, batch) -> dict[str, Callable[[], None]]:
     """The sides of the comparisons; every one accumulates gradients and none steps the optimizer."""
     from megatron_rl.backend.step import train
-    from megatron_rl.training.losses import PolicyTerms, loss_weights
+    from megatron_rl.training.objective.losses import PolicyTerms, loss_weights
+    from megatron_rl.training.objective.surrogates import StepVectors
     from megatron_rl.training.score import plan, policy_logprobs, prepare, readout, streams
-    from megatron_rl.training.surrogates import StepVectors
 
     actor, _ = streams(batch)
     rows = np.arange(len(batch))

@@ -11,8 +11,15 @@ import torch
 from megatron_rl.batching import decision_offsets
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.errors import RolloutError
-from megatron_rl.training.advantages import Timeline, correct_rows, estimate, place_all_rewards, set_returns, timeline
-from megatron_rl.training.selection import numbered
+from megatron_rl.training.objective.advantages import (
+    Timeline,
+    correct_rows,
+    estimate,
+    place_all_rewards,
+    set_returns,
+    timeline,
+)
+from megatron_rl.training.objective.selection import numbered
 from tests.reference import methods, plain
 from tests.unit.training.batches import batch_of
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import CheckpointError
-from megatron_rl.training import checkpoint
-from megatron_rl.training.checkpoint import MANIFEST, faults, newest_complete
+from megatron_rl.training.state import checkpoint
+from megatron_rl.training.state.checkpoint import MANIFEST, faults, newest_complete
 
 FILES = {"run.json": b"{}", "states/a": b"abc" * 50, "states/b": b"", "random/00000.json": b"[1]"}
 

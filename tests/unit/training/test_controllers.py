@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_rl.config import AlgorithmConfig
-from megatron_rl.training.controllers import Controllers
+from megatron_rl.training.objective.controllers import Controllers
 
 
 def test_the_coefficient_finds_the_target_of_a_falling_divergence() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_rl.config import AlgorithmConfig
-from megatron_rl.training.correction import accepted, importance_weights
-from megatron_rl.training.losses import loss_weights
+from megatron_rl.training.objective.correction import accepted, importance_weights
+from megatron_rl.training.objective.losses import loss_weights
 
 OFFSETS, TURNS = torch.tensor([0, 3, 3, 5, 9]), torch.tensor([0, 2, 3, 5, 6, 9])
 LOG_RATIO = torch.tensor([0.5, -0.2, 1.0, -1.5, 0.3, 0.1, 0.2, 2.0, -0.1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_rl.config import AlgorithmConfig
-from megatron_rl.training.diagnostics import (
+from megatron_rl.training.objective.diagnostics import (
     batch_metrics,
     prompt_information_metrics,
     prompt_mean_baseline,

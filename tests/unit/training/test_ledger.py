@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.errors import CheckpointError, RolloutError
 from megatron_rl.rollouts.store import read_batch, select_rows
-from megatron_rl.training.ledger import Entry, Ledger, read_entries, reread
+from megatron_rl.training.state.ledger import Entry, Ledger, read_entries, reread
 from tests.unit.rollouts.records import HEADER, sound, write_shard
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import LaunchError
-from megatron_rl.training import lock
-from megatron_rl.training.lock import NAME, RunLock, read_owner, run_lock
+from megatron_rl.training.state import lock
+from megatron_rl.training.state.lock import NAME, RunLock, read_owner, run_lock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from megatron_rl.training.lock import RunLock
+from megatron_rl.training.state.lock import RunLock
 RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
@@ -102,7 +102,7 @@ def test_of_many_that_find_a_dead_lock_one_wins(tmp_path: Path) -> None:
 
 
 def test_a_lock_lost_ends_its_process(tmp_path: Path) -> None:
-    quick = HOLD.replace("RunLock(Path", "import megatron_rl.training.lock as lock; lock.BEAT = 0.05; RunLock(Path")
+    quick = HOLD.replace("RunLock(Path", "from megatron_rl.training.state import lock; lock.BEAT = 0.05; RunLock(Path")
     process = subprocess.Popen([sys.executable, "-c", quick, str(tmp_path)], stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"held\n"
     pretend(tmp_path)

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.config import AlgorithmConfig, RunConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.training.selection import episodes_to_refill, select, total_rewards
+from megatron_rl.training.objective.selection import episodes_to_refill, select, total_rewards
 from tests.unit.training.batches import batch_of
 
 DAPO = AlgorithmConfig(advantage="grpo", anchor="recompute", dynamic_sampling=True)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_rl.config import AlgorithmConfig
-from megatron_rl.training.losses import PolicyTerms, loss_weights
-from megatron_rl.training.surrogates import StepSegments, StepVectors, whole_step_loss
+from megatron_rl.training.objective.losses import PolicyTerms, loss_weights
+from megatron_rl.training.objective.surrogates import StepSegments, StepVectors, whole_step_loss
 from tests.reference import methods
 
 COUNTS = (5, 0, 7, 1, 4, 6)

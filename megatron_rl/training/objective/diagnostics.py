@@ -12,7 +12,7 @@ from megatron_rl.objectives.diagnostics import mismatch, pearson, prompt_informa
 from megatron_rl.objectives.importance import ratio, staleness
 from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.training.agents import Agents
-from megatron_rl.training.selection import numbered, total_rewards
+from megatron_rl.training.objective.selection import numbered, total_rewards
 
 OLDEST = 4
 """Weight versions of staleness that have a bin of their own; the last holds everything older."""

@@ -18,7 +18,7 @@ from megatron_rl.objectives.rewards import place_rewards, soft_overlong_penalty
 from megatron_rl.objectives.segments import last_positions, local_segment_sum, repeat
 from megatron_rl.objectives.value import explained_variance, place_on_first_decisions
 from megatron_rl.rollouts.schema import RolloutBatch
-from megatron_rl.training.selection import numbered
+from megatron_rl.training.objective.selection import numbered
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
                               run.json        cursor, weight version, resolved configuration, layout, library versions
                               random/         states of the random generators, one file a rank
                               states/         tensors (backend/checkpoint.py)
-                              iteration.pt    an iteration stopped in its middle (training/pause.py), where there is one
+                              iteration.pt    an iteration stopped in its middle (pause.py), where there is one
 
 A save fills a hidden directory `.iteration_00000012.partial`, makes it durable, writes the manifest and renames. So a
 save that dies, wherever it dies, leaves the checkpoints before it as they were; nothing is deleted before the new one

@@ -12,7 +12,7 @@ from megatron_rl.objectives.divergence import kl_loss
 from megatron_rl.objectives.policy import sft
 from megatron_rl.objectives.segments import compact
 from megatron_rl.objectives.value import value_loss
-from megatron_rl.training.surrogates import StepVectors, WholeStepLoss, decision_surrogate
+from megatron_rl.training.objective.surrogates import StepVectors, WholeStepLoss, decision_surrogate
 
 POLICY_SUMS = ("loss", "policy", "entropy", "kl", "clip_low", "clip_high", "ratio", "magnitude")
 """Logged sums of the policy step, in order. `magnitude` is Σ|w·term|: the scale rounding errors are measured
