@@ -159,9 +159,9 @@ FAULTS = (
     ),
     Fault(
         "norms: gradient not summed over sequence shards",
-        "backend/model.py",
-        "self.weight.sequence_parallel = config.sequence_parallel",
-        "self.weight.sequence_parallel = False",
+        "backend/layers.py",
+        "(config)\n        )\n        self.weight.sequence_parallel = config.sequence_parallel",
+        "(config)\n        )\n        self.weight.sequence_parallel = False",
         LAYOUT.format("tp2-dp2-ep4"),
     ),
     Fault(

@@ -196,11 +196,11 @@ class StreamSource:
     def _look_for_rows(self, count: int, version: int) -> _Look | None:
         # Before the scan: what is on disk by then is all of what it counts.
         heartbeat, _ = self._exchange.heartbeat()
+        given_up = self._index.expired
         self._index.scan()
         if self._config.rollout.colocated and not self._device_is_free(version):
             self._check_life("the engine still holds the device")
             return None
-        given_up = self._index.expired
         rows = self._take(count, version)
         if not rows and self._is_stuck(heartbeat):
             self._index.give_up_partial()

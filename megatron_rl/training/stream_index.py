@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -104,7 +105,7 @@ class StreamIndex:
         _log.warning("%d trajectories are given up: others of their groups could not be played", len(partial))
 
     expired = 0
-    """Trajectories given up because they had become too old, or their groups cannot become whole."""
+    """Trajectories given up: too old, in a damaged shard, or of groups that cannot become whole."""
 
     def _add(self, shard: Path) -> None:
         try:
@@ -113,6 +114,9 @@ class StreamIndex:
             if not self._skip_damaged:
                 raise
             _log.warning("left out: %s", error)
+            # Its trajectories will never be trained on: others may be played in their place.
+            lost = int(json.loads(shard.with_name(f"{shard.name}.json").read_text())["rows"])
+            self.found, self.expired = self.found + lost, self.expired + lost
             return
         self.found += len(batch)
         self.tokens += len(batch.tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -36,12 +37,19 @@ def test_command_exists_and_takes_its_options(command: str) -> None:
         return
     start = words.index("-m") if "-m" in words else 1
     program = words[start : start + 3] if words[start] == "-m" else [words[start]]
-    run = [sys.executable, *program, "--help"]
+    options = [word for word in words[start + len(program) :] if word.startswith("--")]
+    text = help_of(*program)
+    assert [option for option in options if option not in text] == []
+
+
+@functools.cache
+def help_of(*program: str) -> str:
+    """What the program says of itself; many examples are of one program."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    run = [sys.executable, *program, "--help"]
     shown = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert shown.returncode == 0, shown.stderr
-    options = [word for word in words[start + len(program) :] if word.startswith("--")]
-    assert [option for option in options if option not in shown.stdout] == []
+    return shown.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -72,7 +72,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Published:
 @pytest.fixture(scope="session")
 def published(checkpoints: Published, request: pytest.FixtureRequest, ranks: RankPool) -> Published:
     """The same with manifests, and canaries of the real trainer. The server, if one is needed, comes up meanwhile."""
-    if any("proxy" in item.fixturenames or "server" in item.name for item in request.session.items):
+    if any("proxy" in item.fixturenames or "[server" in item.name for item in request.session.items):
         request.getfixturevalue("server")
     first, second = (
         ranks.run(trainer.canary, 1, str(path), CANARY_TOKENS)[0] for path in (checkpoints.v0, checkpoints.v1)
