@@ -64,7 +64,10 @@ def unbroken(ranks: RankPool, tiny: Path, tmp_path_factory: pytest.TempPathFacto
     return output, rows
 
 
-@pytest.mark.parametrize("where", BOUNDARIES)
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param(name, marks=pytest.mark.full) if "first" in name else name for name in BOUNDARIES],
+)
 def test_a_stopped_run_goes_on_at_the_next_step(
     ranks: RankPool, tiny: Path, tmp_path: Path, unbroken, where: str  # noqa: F811
 ) -> None:  # fmt: skip
