@@ -46,7 +46,8 @@ def test_recorded_routes_give_back_the_native_pass(ranks: RankPool, tmp_path: Pa
     sets = {"native": None, "recorded": routes[..., ::-1], "others": others}
     passes = ranks.run(live.replay, world, path, parallel, sets)[0]
     native, recorded, moved = passes["native"], passes["recorded"], passes["others"]
-    assert (recorded.readings - native.readings).abs().max() <= 2e-6
+    # The experts of a token are added in another order.
+    assert (recorded.readings - native.readings).abs().max() <= 4e-6
     assert live.gradient_error(recorded.gradients, native.gradients)[0] <= 1e-6
     assert (moved.readings - native.readings).abs().max() > 1e-2
     assert recorded.agreed[0] == recorded.agreed[1] > 0 and moved.agreed[0] < moved.agreed[1]
