@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.audit import audit_checkpoint, settings_problems
 from megatron_rl.hf.config import read_hf_config
+from megatron_rl.hf.conversion.plan import make_plan
+from megatron_rl.hf.conversion.run import convert
 from megatron_rl.hf.logits import compare_logits
 from megatron_rl.hf.reader import SafetensorsReader
+from megatron_rl.training.convert import open_source
 from tests.dist.pool import RankPool
 from tests.hf import live
 from tests.hf.models import write_model
@@ -61,6 +65,30 @@ def test_checkpoints_of_training_reshard(ranks: RankPool, tmp_path: Path, family
     for name, (world, parallel), (again, other) in (("down", four, one), ("up", one, four)):
         ranks.run(live.save, world, path, parallel, tmp_path / name)
         assert ranks.run(live.load, again, path, other, tmp_path / name) == [[]] * again
+
+
+def test_a_run_becomes_an_hf_directory_with_the_biases_of_its_routers(ranks: RankPool, tmp_path: Path) -> None:
+    """Nothing trains them, no optimizer state holds them: they come from the checkpoint the run began with."""
+    path = write_model(tmp_path / "model", "deepseek_v3")
+    checkpoint = tmp_path / "run" / "checkpoints" / "iteration_00000001"
+    checkpoint.mkdir(parents=True)
+    ranks.run(live.save, 1, path, {}, checkpoint / "states")
+    (checkpoint / "run.json").write_text(json.dumps({"config": {"model": {"path": str(path), "critic_path": ""}}}))
+    files = [file for file in checkpoint.rglob("*") if file.is_file()]
+    seals = {
+        str(file.relative_to(checkpoint)): {
+            "bytes": file.stat().st_size,
+            "xxh3_128": xxhash.xxh3_128(file.read_bytes()).hexdigest(),
+        }
+        for file in files
+    }
+    (checkpoint / "manifest.json").write_text(json.dumps({"files": seals}))
+    source = open_source(tmp_path / "run")
+    convert(source, tmp_path / "out", make_plan(source))
+    written, expected = live.tensors(tmp_path / "out"), live.tensors(path)
+    assert any(name.endswith("e_score_correction_bias") for name in expected)
+    assert written.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(written[name], expected[name].float())] == []
 
 
 @pytest.fixture(scope="module")
