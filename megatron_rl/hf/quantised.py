@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.files import read_json
 from megatron_rl.hf.reader import SafetensorsReader
-from megatron_rl.hf.scan import all_finite, count_non_finite
 
 SCALE_SUFFIX = "_scale_inv"
 _FP8 = "F8_E4M3"
@@ -112,14 +111,8 @@ class FP8Reader(SafetensorsReader):
         scales = super().read(name + SCALE_SUFFIX, (*lead, _covering(rows, high), _covering(columns, wide)))
         values = self._slice(name)[parts].to(torch.float32)
         _scale_blocks(values, scales.float(), (rows.start % high, high), (columns.start % wide, wide))
-        if check_finite and not all_finite(values):
-            raise CheckpointError(
-                "non-finite weights",
-                file=self.file(name),
-                field=name,
-                found=f"{count_non_finite(values)} NaN or inf",
-                expected="finite values",
-            )
+        if check_finite:
+            self._check_finite(name, values)
         return values
 
     def _is_fp8(self, name: str) -> bool:

@@ -103,7 +103,12 @@ class SafetensorsReader:
         self.dtype(name)
         self._check_inside(name, slices, shape)
         tensor = self._slice(name)[tuple(slices) or ...]
-        if check_finite and not all_finite(tensor):
+        if check_finite:
+            self._check_finite(name, tensor)
+        return tensor
+
+    def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
+        if not all_finite(tensor):
             raise CheckpointError(
                 "non-finite weights",
                 file=self.file(name),
@@ -111,7 +116,6 @@ class SafetensorsReader:
                 found=f"{count_non_finite(tensor)} NaN or inf",
                 expected="finite values",
             )
-        return tensor
 
     def _check_inside(self, name: str, slices: Sequence[slice], shape: tuple[int, ...]) -> None:
         for part, size in zip(slices, shape, strict=False):

@@ -63,7 +63,8 @@ def _solve_each(
     first = torch.arange(blocks.shape[0], device=blocks.device) * BLOCK
     sequence = torch.bucketize(first, offsets[1:], right=True)
     c = decay.to(blocks.dtype)[sequence]
-    entries = blocks.t().contiguous()
+    # `contiguous` would hand back the caller's memory where there is one block.
+    entries = blocks.t().clone(memory_format=torch.contiguous_format)
     starts = entries[-1].clone()
     for i in range(BLOCK - 2, -1, -1):
         starts = torch.addcmul(entries[i], c, starts)

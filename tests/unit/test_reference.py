@@ -99,7 +99,7 @@ def hf_run(model, tokens, replayed=None):
     return logits, *(torch.stack(column) for column in zip(*seen, strict=True))
 
 
-def close(found, expected, tolerance=1e-10):
+def assert_close(found, expected, tolerance=1e-10):
     assert found.dtype == torch.float64
     worst, size = (found - expected).detach().abs().max(), expected.detach().abs().max()
     assert float(worst) <= tolerance * max(1.0, float(size))
@@ -109,7 +109,7 @@ def test_forward_and_routes_equal_transformers(checkpoint, tokens):
     logits, routes, _ = hf_run(checkpoint.model, tokens)
     run = forward(checkpoint.arch, checkpoint.weights, tokens)
     assert checkpoint.arch.moe_layers == (0, 2)
-    close(logits_of(checkpoint.weights, run.hidden), logits)
+    assert_close(logits_of(checkpoint.weights, run.hidden), logits)
     assert torch.equal(run.routes, routes) and torch.equal(run.native, routes)
 
 
@@ -121,12 +121,12 @@ def test_gradients_equal_transformers(checkpoint, tokens):
     gradients = plain.gradients_of(own.logsumexp(-1).sum(), checkpoint.weights)
     for layer in checkpoint.arch.moe_layers:
         name = f"model.layers.{layer}.mlp.gate.weight"
-        close(gradients[name], checkpoint.model.get_parameter(name).grad)
+        assert_close(gradients[name], checkpoint.model.get_parameter(name).grad)
         fused = checkpoint.model.get_parameter(f"model.layers.{layer}.mlp.experts.down_proj").grad
         for expert in range(EXPERTS):
-            close(gradients[f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"], fused[expert])
+            assert_close(gradients[f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"], fused[expert])
     for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.q_norm.weight", "lm_head.weight"):
-        close(gradients[name], checkpoint.model.get_parameter(name).grad)
+        assert_close(gradients[name], checkpoint.model.get_parameter(name).grad)
 
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
@@ -139,7 +139,7 @@ def test_replayed_routes_equal_transformers_with_the_same_ids(checkpoint, tokens
     other = scores.topk(TOPK).indices
     logits, used, _ = hf_run(checkpoint.model, tokens, replayed=other)
     run = forward(arch, checkpoint.weights, tokens, other)
-    close(logits_of(checkpoint.weights, run.hidden), logits)
+    assert_close(logits_of(checkpoint.weights, run.hidden), logits)
     assert torch.equal(run.routes, used) and torch.equal(used, other)
     assert not torch.equal(run.native, other)
 
@@ -157,7 +157,7 @@ def test_missing_and_absent_rows_route_natively(checkpoint, tokens):
 def test_margins_are_the_gap_between_the_last_chosen_and_the_first_left_out(checkpoint, tokens):
     ranked = hf_run(checkpoint.model, tokens)[2].sort(-1, descending=True).values
     run = forward(checkpoint.arch, checkpoint.weights, tokens)
-    close(run.margins, ranked[..., TOPK - 1] - ranked[..., TOPK])
+    assert_close(run.margins, ranked[..., TOPK - 1] - ranked[..., TOPK])
     everyone = forward(replace(checkpoint.arch, topk=EXPERTS), checkpoint.weights, tokens)
     assert torch.isinf(everyone.margins).all()
 
@@ -167,8 +167,8 @@ def test_logprobs_are_read_one_token_earlier_at_temperature(checkpoint, episodes
     logprobs, entropies = plain.read_policy(checkpoint.arch, checkpoint.weights, episode, temperature=0.7)
     logits, *_ = hf_run(checkpoint.model, episode.tokens)
     states = torch.distributions.Categorical(logits=(logits / 0.7)[[1, 2, 3, 6, 7]])
-    close(logprobs, states.log_prob(episode.tokens[[2, 3, 4, 7, 8]]))
-    close(entropies, states.entropy())
+    assert_close(logprobs, states.log_prob(episode.tokens[[2, 3, 4, 7, 8]]))
+    assert_close(entropies, states.entropy())
 
 
 def critic_of(checkpoint):
@@ -182,8 +182,8 @@ def test_values_are_read_one_token_earlier_and_bootstrap_after_the_boundary(chec
     hidden = checkpoint.model.model(input_ids=seen[None]).last_hidden_state[0]
     by_hf = hidden @ critic["score.weight"][0]
     values, successor = plain.read_values(checkpoint.arch, critic, long)
-    close(values, by_hf[[1, 2, 3, 6, 7]])
-    close(successor, by_hf[12])
+    assert_close(values, by_hf[[1, 2, 3, 6, 7]])
+    assert_close(successor, by_hf[12])
     assert float(plain.read_values(checkpoint.arch, critic, one)[1]) == 0.0
     assert torch.equal(values_of(critic, forward(checkpoint.arch, critic, long.tokens).hidden)[[1, 2]], values[:2])
 
@@ -212,7 +212,9 @@ def test_policy_losses_branch_by_branch():
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
     objective = plain.Objective(clip_low=0.2, clip_high=0.3)
     zero = torch.zeros(5, dtype=torch.float64)
-    close(plain.ppo_loss(logprobs, zero, advantages, objective), torch.tensor([-1.3, 2, -0.5, 0.8, 4]).double(), 1e-7)
+    assert_close(
+        plain.ppo_loss(logprobs, zero, advantages, objective), torch.tensor([-1.3, 2, -0.5, 0.8, 4]).double(), 1e-7
+    )
     capped = plain.ppo_loss(logprobs, zero, advantages, replace(objective, dual_clip=3.0))
     assert capped.tolist() == pytest.approx([-1.3, 2, -0.5, 0.8, 3])
 
@@ -221,7 +223,7 @@ def test_decoupled_loss_is_ppo_on_policy_data_and_caps_the_ratio_off_it():
     logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64)
     same = scored(behaviour=[-1.2, -1.1], anchor=[-1.2, -1.1], advantages=[1.0, -1.0])
     objective = plain.Objective()
-    close(
+    assert_close(
         plain.decoupled_loss(logprobs, same, objective),
         plain.ppo_loss(logprobs, same.anchor, same.advantages, objective),
     )
@@ -267,7 +269,7 @@ def test_first_step_gradient_is_the_policy_gradient(checkpoint, episodes):
     logprobs = torch.cat([plain.read_policy(arch, actor, episode, 1.0)[0] for episode in episodes])
     expected = plain.gradients_of(-(advantages * logprobs).mean(), actor)
     for name in ("lm_head.weight", "model.layers.0.mlp.gate.weight"):
-        close(found[name], expected[name])
+        assert_close(found[name], expected[name])
 
 
 def test_kl_and_entropy_gradients(checkpoint, episodes):
@@ -285,7 +287,7 @@ def test_kl_and_entropy_gradients(checkpoint, episodes):
     other = torch.cat([plain.read_policy(arch, reference, episode, 1.0)[0] for episode in still])
     quotient = (other - logprobs).exp()
     kl = (logprobs - behaviour).exp() * (quotient - 1 - quotient.log())
-    close(found, (0.3 * kl - 0.2 * entropies).mean())
+    assert_close(found, (0.3 * kl - 0.2 * entropies).mean())
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -302,7 +304,7 @@ def test_adamw_equals_torch(weight_decay):
         optimizer.step()
         own = plain.adamw(own, gradients, state, settings)
     for name in "ab":
-        close(own[name].detach(), theirs[name].detach(), 1e-14)
+        assert_close(own[name].detach(), theirs[name].detach(), 1e-14)
 
 
 def test_undecayed_weights_do_not_decay():
@@ -324,7 +326,7 @@ def test_clipping_equals_torch(max_norm):
     clipped, norm = plain.clip(gradients, max_norm)
     assert norm == pytest.approx(float(expected), rel=1e-12)
     for parameter, gradient in zip(parameters, clipped.values(), strict=True):
-        close(gradient, parameter.grad)
+        assert_close(gradient, parameter.grad)
 
 
 def test_ewma_is_the_normalised_weighted_sum_of_past_weights():

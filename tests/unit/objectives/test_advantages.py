@@ -204,3 +204,12 @@ def test_evpo_statistics_are_global():
 
 def test_turn_advantages_reach_every_decision_of_the_turn():
     assert repeat(torch.tensor([1.0, 2.0]), torch.tensor([0, 1, 4])).tolist() == [1.0, 2.0, 2.0, 2.0]
+
+
+def test_one_whole_block_with_a_lambda_per_sequence_leaves_the_input_alone():
+    """A transposed single block is contiguous as it is: written in place, it would be the caller's tensor."""
+    x = torch.randn(64, dtype=torch.float64)
+    before, offsets = x.clone(), torch.tensor([0, 0, 64])
+    found = discounted_suffix_sums(x, torch.tensor([0.0, 0.5], dtype=torch.float64), offsets)
+    assert torch.equal(x, before)
+    torch.testing.assert_close(found, discounted_suffix_sums(x, 0.5, offsets), rtol=1e-12, atol=1e-12)
