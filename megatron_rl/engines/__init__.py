@@ -32,9 +32,19 @@ class TokenEngine(Protocol):
     """The one call that `episodes` needs from an engine."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_tokens: Sequence[int], greedy: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        stop_tokens: Sequence[int],
+        greedy: bool = False,
+        streams: Sequence[int] | None = None,
     ) -> list[Generation]:
-        """Continue B prompts; each result belongs to the prompt at the same place."""
+        """Continue B prompts; each result belongs to the prompt at the same place.
+
+        Args:
+            streams: B numbers below 2^64, each the name of its prompt's randomness: the same name samples the same
+                tokens from the same distributions, whatever shares the batch. None: names that were not used before.
+        """
         ...
 
 

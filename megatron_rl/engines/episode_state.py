@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from megatron_rl.engines import Generation
 from megatron_rl.engines.environments import StepResult, ToolError
@@ -43,6 +44,11 @@ class EpisodeSpec:
     """Given to the environment's `reset`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Read by `make_env`, for instance the map or the start state."""
+
+    @property
+    def stream(self) -> int:
+        """Name of its randomness, for engines that keep it apart from that of other episodes; below 2^64."""
+        return xxhash.xxh3_64_intdigest(self.trajectory_id.encode())
 
 
 @dataclass(frozen=True)

@@ -166,5 +166,7 @@ def _generate(engine: TokenEngine, seats: Sequence[_Seat], greedy: bool) -> list
         alike[seat.episode.budget, seat.episode.stop_tokens].append(seat)
     pairs: list[tuple[_Seat, Generation]] = []
     for (budget, stops), batch in alike.items():
-        pairs += zip(batch, engine.generate([s.episode.tokens for s in batch], budget, stops, greedy), strict=True)
+        prompts = [seat.episode.tokens for seat in batch]
+        streams = [seat.episode.spec.stream for seat in batch]
+        pairs += zip(batch, engine.generate(prompts, budget, stops, greedy, streams), strict=True)
     return pairs

@@ -6,12 +6,16 @@ Invariants:
 * Keys and values of a prefix are computed once for one weight version: an episode that continues its own tokens is
   not prefilled again (unless evicted), so one row of routes per token describes every log-prob of the episode exactly.
 * `load` forgets every stored prefix; a failed `load` leaves the old weights in place.
+* A sampled token is a function of its distribution, the engine's seed, the prompt's stream and the token's position:
+  which rank plays an episode, and beside which others, does not matter.
 * Log-probs are formed in float32 from logits divided by the temperature, whatever the weights' dtype.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
+import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+import xxhash
 from torch import Tensor
 from transformers import DynamicCache, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -94,7 +99,7 @@ class LocalEngine:
         dtype: dtype of the weights and of keys and values.
         temperature: logits are divided by it before sampling; greedy calls choose the arg max of the same distribution.
         device: torch device.
-        seed: seed of the sampling stream. Which token a given prompt gets depends on all calls before it.
+        seed: seed of all sampling.
         version: weight version of `path`.
         prefix_tokens: how many fed tokens are kept for later calls; 0 prefills every call in full.
 
@@ -123,12 +128,16 @@ class LocalEngine:
             )
         self.dtype, self.temperature, self.device = dtype, temperature, torch.device(device)
         self._prefix_tokens = prefix_tokens
-        self._generator = torch.Generator(self.device).manual_seed(seed)
+        self.reseed(seed)
         self.load(path, version)
 
     def reseed(self, seed: int) -> None:
-        """Restart the sampling stream, so that a run that resumes at an iteration samples what it would have."""
-        self._generator.manual_seed(seed)
+        """Start sampling anew, so that a run that resumes at an iteration samples what it would have.
+
+        Args:
+            seed: below 2^64.
+        """
+        self._seed, self._unnamed = seed, itertools.count()
 
     def load(self, path: str | Path, version: int) -> None:
         """Replace the weights; generation from here on carries `version`.
@@ -173,7 +182,12 @@ class LocalEngine:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_tokens: Sequence[int], greedy: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        stop_tokens: Sequence[int],
+        greedy: bool = False,
+        streams: Sequence[int] | None = None,
     ) -> list[Generation]:
         """Continue each of B prompts until a stop token or `max_new_tokens`.
 
@@ -182,6 +196,7 @@ class LocalEngine:
             max_new_tokens: most tokens to sample for each, >= 1.
             stop_tokens: ids that end a prompt's generation; the stop token is kept as its last token.
             greedy: take the arg max. For evaluation: the log-probs are still those of the tempered distribution.
+            streams: see `TokenEngine`.
 
         Raises:
             RolloutError: a prompt is empty, holds an id outside the vocabulary, or has no room left before
@@ -191,13 +206,14 @@ class LocalEngine:
         self._check(rows, max_new_tokens)
         if not rows:
             return []
+        names = [next(self._unnamed) for _ in rows] if streams is None else streams
         logits, batch = self._prefill(rows)
         stops = torch.tensor(sorted(stop_tokens), dtype=torch.int64, device=self.device)
         open_rows = torch.ones(len(rows), dtype=torch.bool, device=self.device)
         lengths = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
         steps: list[tuple[Tensor, Tensor]] = []
         while True:
-            steps.append(self._sample(logits, greedy))
+            steps.append(self._choose(logits, None if greedy else self._uniform(names, rows, len(steps))))
             lengths += open_rows
             open_rows = open_rows & ~torch.isin(steps[-1][0], stops)
             if len(steps) == max_new_tokens or not open_rows.any():
@@ -294,14 +310,27 @@ class LocalEngine:
     def _log_softmax(self, logits: Tensor) -> Tensor:
         return torch.log_softmax(logits.float() / self.temperature, dim=-1)
 
-    def _sample(self, logits: Tensor, greedy: bool) -> tuple[Tensor, Tensor]:
-        """Ids int64 [B] and their log-probs float32 [B]."""
+    def _choose(self, logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Ids int64 [B] and their log-probs float32 [B].
+
+        Args:
+            uniform: float64 [B] in [0, 1), by which each row's distribution is inverted; None: take the arg max.
+        """
         logprobs = self._log_softmax(logits)
-        if greedy:
+        if uniform is None:
             chosen = logprobs.argmax(-1)
         else:
-            chosen = torch.multinomial(logprobs.exp(), 1, generator=self._generator)[:, 0]
+            cumulative = logprobs.double().exp().cumsum(-1)
+            # The first whose cumulative mass is greater: one without mass is never chosen.
+            chosen = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
         return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
+
+    def _uniform(self, names: Sequence[int], rows: Sequence[np.ndarray], step: int) -> Tensor:
+        """float64 [B] in [0, 1): a hash of seed, stream and position."""
+        keys = (struct.pack("<3Q", self._seed, name, len(row) + step) for name, row in zip(names, rows, strict=True))
+        # 48 bits, so that no product with a mass near 1 rounds up to it.
+        drawn = [(xxhash.xxh3_64_intdigest(key) >> 16) * 2.0**-48 for key in keys]
+        return torch.tensor(drawn, dtype=torch.float64, device=self.device)
 
     def _collect(
         self,

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from megatron_rl.backend import platform
 from megatron_rl.engines.local import LocalEngine
@@ -43,8 +42,8 @@ class PlayedSource:
     def next(self, iteration: int, version: int) -> Delivery | None:
         """See `Source`. A resumed run plays the same episodes again."""
         config, supply = self._supply.config, self._supply
-        seed = np.random.SeedSequence([config.seed, iteration, dist.get_rank()]).generate_state(1)[0]
-        self.engine.reseed(int(seed))
+        # No rank in it: an episode samples the same tokens whichever rank plays it.
+        self.engine.reseed(int(np.random.SeedSequence([config.seed, iteration]).generate_state(1)[0]))
         where = (config, self.engine, self._task, iteration, supply.output / "rollouts", supply.stop)
         batch, _ = load_validated(config, record(*where), supply.fingerprint, version)
         played, rounds = config.rollout.episodes, 1

@@ -187,6 +187,45 @@ def test_greedy_takes_the_most_likely_and_seeds_repeat(checkpoint, plain):
     assert sampled[0] == sampled[1] != sampled[2]
 
 
+def test_a_stream_samples_the_same_whatever_shares_its_batch(checkpoint):
+    prompts, names = ragged_prompts(12), [5, 2**64 - 1, *range(100, 110)]
+    together = LocalEngine(checkpoint, seed=3).generate(prompts, 6, [7], streams=names)
+    engine = LocalEngine(checkpoint, seed=3)
+    for part in (slice(9, 12), slice(0, 4), slice(4, 9)):
+        for one, other in zip(engine.generate(prompts[part], 6, [7], streams=names[part]), together[part], strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=3e-6)
+    # An action in two calls is the action in one: positions count, not calls.
+    whole = next(i for i, one in enumerate(together) if len(one.tokens) == 6)
+    begun = prompts[whole] + together[whole].tokens[:2].tolist()
+    (rest,) = engine.generate([begun], 4, [7], streams=[names[whole]])
+    assert rest.tokens.tolist() == together[whole].tokens[2:].tolist()
+
+
+def test_streams_and_positions_are_independent(checkpoint):
+    """Correlation of 4096 uniforms with their neighbours by name, by position and by seed: 0.0625 is 4 deviations."""
+    engine, rows = LocalEngine(checkpoint), [np.zeros(3, np.int32)] * 4097
+
+    def drawn(seed: int, first: int, step: int) -> np.ndarray:
+        engine.reseed(seed)
+        return engine._uniform(range(first, first + 4097), rows, step).numpy()
+
+    base = drawn(0, 0, 0)
+    assert abs(base.mean() - 0.5) < 0.02 and 0 <= base.min() and base.max() < 1
+    for other in (base[1:], drawn(0, 0, 1)[:-1], drawn(1, 0, 0)[:-1]):
+        assert abs(np.corrcoef(base[:-1], other)[0, 1]) < 0.0625
+
+
+def test_an_impossible_token_is_never_chosen(checkpoint):
+    engine = LocalEngine(checkpoint)
+    logits = torch.full((3, 24), -torch.inf)
+    logits[:, [4, 9]] = 0.0
+    ends = torch.tensor([0.0, 0.5, 1 - 2.0**-48], dtype=torch.float64)
+    chosen, logprobs = engine._choose(logits, ends)
+    assert chosen.tolist() == [4, 9, 9]
+    np.testing.assert_allclose(logprobs, np.log(0.5), rtol=1e-6)
+
+
 def test_bfloat16_logprobs_are_formed_in_float32(checkpoint):
     engine = LocalEngine(checkpoint, dtype=torch.bfloat16)
     made = engine.generate([[1, 2, 3]] * 64, 1, [])

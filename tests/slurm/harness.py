@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from megatron_rl.config import RunConfig, load_config
 from megatron_rl.launch.submit import JobOptions, submit_run
+from megatron_rl.rollouts.store import read_batch, trajectory_at
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "slurm" / "slurm_local.sh"
@@ -197,6 +198,30 @@ def assert_same_run(output: Path, reference: Path) -> None:
     assert ours.keys() == theirs.keys() and ours
     assert [name for name in ours if not np.array_equal(ours[name], theirs[name])] == []
     assert_each_iteration_trained_once(output)
+
+
+def assert_like_run(output: Path, reference: Path, start: Path) -> None:
+    """A run whose layout changed trained on the same tokens in the same order, and ended with the same weights but for
+    rounding: their distance is below a hundredth of the way that the run went from `start`."""
+    assert_each_iteration_trained_once(output)
+    assert played(output) == played(reference)
+    begun = load_file(start / "model.safetensors")
+    ours, theirs = exported(output), exported(reference)
+    assert ours.keys() == theirs.keys()
+    names = [f"export/{name}" for name in begun]
+    way = sum(np.square(theirs[name] - begun[name.removeprefix("export/")]).sum() for name in names)
+    apart = sum(np.square(ours[name] - theirs[name]).sum() for name in names)
+    assert apart < 1e-4 * way, (apart, way)
+
+
+def played(output: Path) -> dict[str, list[int]]:
+    """Tokens of every trajectory that was trained on."""
+    found = {}
+    for entry in consumed(output):
+        batch = read_batch([output / file for file, _ in entry["shards"]])
+        for trajectory in (trajectory_at(batch, row) for row in range(len(batch))):
+            found[trajectory.trajectory_id] = trajectory.tokens.tolist()
+    return found
 
 
 def assert_each_iteration_trained_once(output: Path) -> None:

@@ -123,9 +123,14 @@ class VllmEngine:
         self.close()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_tokens: Sequence[int], greedy: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        stop_tokens: Sequence[int],
+        greedy: bool = False,
+        streams: Sequence[int] | None = None,
     ) -> list[Generation]:
-        """See `TokenEngine`; prompts are asked concurrently.
+        """See `TokenEngine`; prompts are asked concurrently, and `streams` is not used: vLLM has one of its own.
 
         Raises:
             RolloutError: a prompt is empty, has an id outside the vocabulary, or no room left.

@@ -59,7 +59,7 @@ class CountingEngine:
         sampled = np.asarray(tokens[len(prompt) :], np.int32)
         return Generation(sampled, np.asarray(logprobs, np.float32), routes_of(tokens), self.version)
 
-    def generate(self, prompts, max_new_tokens, stop_tokens, greedy=False):
+    def generate(self, prompts, max_new_tokens, stop_tokens, greedy=False, streams=None):
         return [self.answer(prompt, max_new_tokens, stop_tokens) for prompt in prompts]
 
     async def agenerate(self, prompt, max_new_tokens, stop_tokens, greedy=False):

@@ -29,7 +29,7 @@ class ScriptedEngine:
         self.prompts: list[list[int]] = []
         self.version = 0
 
-    def generate(self, prompts, max_new_tokens, stop_tokens, greedy=False):
+    def generate(self, prompts, max_new_tokens, stop_tokens, greedy=False, streams=None):
         self.calls.append((len(prompts), max_new_tokens))
         self.prompts += [list(prompt) for prompt in prompts]
         self.version += 1
@@ -258,7 +258,7 @@ def test_interrupted_calls_go_on_in_the_same_turn():
     """Each call yields one token and new weights: the same record but for versions."""
 
     class Interrupting(CountingEngine):
-        def generate(self, prompts, max_new_tokens, stop_tokens, greedy=False):
+        def generate(self, prompts, max_new_tokens, stop_tokens, greedy=False, streams=None):
             made = super().generate(prompts, 1, stop_tokens, greedy)
             self.version += 1
             return [replace(one, interrupted=max_new_tokens > 1 and one.tokens[-1] != COUNTING_STOP) for one in made]
