@@ -73,16 +73,18 @@ class LaunchPlan:
     actor: RoleMemory | None
     """None: the model's shape is not known here."""
     critic: RoleMemory | None
+    """None too where the advantage needs no critic."""
     warnings: tuple[str, ...]
 
     @property
     def bytes_per_gpu(self) -> int | None:
-        """Weights, gradients and optimizer states of actor and critic on the fullest GPU; None: shape not known."""
-        if self.actor is None or self.critic is None:
+        """Weights, gradients and optimizer states of all models on the fullest GPU; None: shape not known."""
+        if self.actor is None:
             return None
-        working = (self.actor.working, self.critic.working)
+        roles = [role for role in (self.actor, self.critic) if role is not None]
+        working = [role.working for role in roles]
         held = max(working) if self.config.phase_offload else sum(working)
-        return self.actor.weights + self.critic.weights + held
+        return sum(role.weights for role in roles) + held
 
 
 def plan_launch(config: RunConfig, cluster: Cluster, shape: HFModelConfig | None) -> LaunchPlan:
@@ -111,7 +113,9 @@ def plan_launch(config: RunConfig, cluster: Cluster, shape: HFModelConfig | None
     inside = groups_inside(layout, cluster)
     actor = critic = None
     if shape is not None:
-        actor, critic = (role_memory(config, cluster.world, s) for s in (shape, shape.as_critic()))
+        actor = role_memory(config, cluster.world, shape)
+        if config.algorithm.needs_critic:
+            critic = role_memory(config, cluster.world, shape.as_critic())
     data = cluster.world // layout.model_ranks
     return LaunchPlan(cluster, layout, data, inside, actor, critic, _warnings(config, cluster, inside, data))
 
@@ -243,9 +247,10 @@ def describe(plan: LaunchPlan) -> list[str]:
     if plan.bytes_per_gpu is None:
         lines.append("memory   not estimated: no config.json at model.path or beside the YAML")
     else:
-        held = "one model's" if layout.phase_offload else "both models'"
+        several = plan.critic is not None
+        held = ("one model's " if layout.phase_offload else "both models' ") if several else ""
         lines.append(
-            f"memory   {_gib(plan.bytes_per_gpu)} a GPU with {held} gradients and optimizer; activations come on top"
+            f"memory   {_gib(plan.bytes_per_gpu)} a GPU with {held}gradients and optimizer; activations come on top"
         )
     return lines + [f"warning  {text}" for text in plan.warnings]
 
