@@ -1,6 +1,6 @@
 """What it takes to get new weights from the trainer into a vLLM server, over the time to copy the same bytes.
 
-    python tools/bench/publish.py             # ~100 M parameters in bfloat16 (200 MB), one rank, one server
+    python tools/bench/publish.py             # two layers of Qwen3-30B-A3B with 16 experts, one rank, one server
     python tools/bench/publish.py --help
 
 Needs the environment of `make setup-vllm`. Per repeat, alternating: publish (export, check, write, hash, flush,
@@ -27,8 +27,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-SHAPE = {"hidden_size": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "num_experts": 16,
-         "moe_hidden_size": 512}  # fmt: skip
+SHAPE = {"hidden_size": 2048, "num_layers": 2, "num_heads": 32, "num_kv_heads": 4, "head_dim": 128, "num_experts": 16,
+         "moe_hidden_size": 768}  # fmt: skip
+"""Matrices as large as those of Qwen3-30B-A3B, only fewer: what a tensor costs beside its bytes weighs as there."""
 ONE_PROCESS = {"distributed_executor_backend": "uni"}
 STEPS = {
     "check": "compare checksums",
