@@ -21,7 +21,8 @@ from omegaconf import OmegaConf
 
 import megatron_rl
 from megatron_rl.config import RunConfig
-from megatron_rl.errors import LaunchError
+from megatron_rl.engines.vllm.options import VllmOptions
+from megatron_rl.errors import ConfigError, LaunchError
 from megatron_rl.files import write_text
 from megatron_rl.launch.plan import Cluster, describe, find_shape, plan_launch
 
@@ -158,13 +159,18 @@ def _server_variables(config: RunConfig, options: JobOptions) -> dict[str, str]:
     rollout = config.rollout
     if not options.rollout_nodes or (options.rollout_nodes == 1 and rollout.engine != "vllm_http") or rollout.servers:
         return {}
-    chosen = {"dtype": rollout.engine_dtype or config.model.dtype} | {
-        name: rollout.engine_options[name]
-        for name in ("tensor_parallel", "data_parallel")
-        if name in rollout.engine_options
-    }
-    words = [f"--{name.replace('_', '-')} {value}" for name, value in chosen.items()]
-    return {"MRL_SERVER_MODEL": config.model.path, "MRL_SERVER_ARGS": " ".join(words)}
+    chosen = {"dtype": rollout.engine_dtype or config.model.dtype} | rollout.engine_options
+    try:
+        words = VllmOptions(**({"model": config.model.path} | chosen)).changes()
+    except TypeError as error:
+        raise ConfigError("vLLM does not take these options", found=error, setting="rollout.engine_options") from error
+    # The batch script splits them at spaces.
+    if any(" " in word for word in words):
+        raise ConfigError(
+            "an option of a server cannot be handed to a job", found=words, expected="no spaces",
+            setting="rollout.engine_options, or start servers yourself and list them in rollout.servers",
+        )  # fmt: skip
+    return {"MRL_SERVER_MODEL": config.model.path, "MRL_SERVER_ARGS": " ".join(["--", *words])}
 
 
 def check_components(config: RunConfig, options: JobOptions) -> None:

@@ -116,15 +116,16 @@ def environment(**variables: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, head_dim: int = 16) -> Path:
     """A tiny random policy and the YAML of a run from it; returns the YAML."""
     from megatron_rl.engines.tasks import make_task
     from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
 
     task = make_task("frozen_lake", {"view": "moves"})
     shape = TinyShape(
-        hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, num_experts=4, moe_hidden_size=32, max_positions=256
-    )
+        hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=head_dim, num_experts=4, moe_hidden_size=32,
+        max_positions=256,
+    )  # fmt: skip
     write_tiny_checkpoint(folder / "model", task.vocabulary, shape, seed=3)
     file = folder / "run.yaml"
     file.write_text(SETTINGS.format(iterations=ITERATIONS, model=folder / "model"))

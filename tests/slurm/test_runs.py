@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from safetensors.numpy import load_file
 
 from tests.slurm.harness import (
     ITERATIONS,
@@ -33,7 +34,9 @@ from tests.slurm.harness import (
     rank_process,
     submit,
     until,
+    write_model,
 )
+from tools.lanes import interpreter_of
 
 REPLICAS = ("parallel.tensor=2", "parallel.expert=2")
 """Two data replicas on four ranks, one on two."""
@@ -158,6 +161,53 @@ def test_trainer_and_rollouts_as_components_of_one_job(whole: Cluster, run_file:
     finished(whole, job, output, restarts=0)
     assert len(metrics(output)) == ITERATIONS
     assert_each_iteration_trained_once(output)
+
+
+@pytest.mark.full
+def test_servers_on_nodes_of_their_own_play_for_the_trainer(
+    whole: Cluster, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    python = interpreter_of("requirements/lock-vllm-py311.txt")
+    if not Path(python).exists():
+        pytest.skip("vLLM's environment is not installed (make setup-vllm)")
+    output = tmp_path / "run"
+    # vLLM has no CPU kernel for smaller attention heads.
+    file = write_model(tmp_path_factory.mktemp("vllm"), head_dim=32)
+    small = (
+        "{kv_cache_bytes: 67108864, max_num_seqs: 16, max_model_len: 256, extra: {distributed_executor_backend: uni}}"
+    )
+    layout = (
+        "parallel.tensor=2", "parallel.expert=2", "rollout.mode=async", "rollout.max_staleness=2",
+        "rollout.engine=vllm_http", "algorithm.anchor=ewma", f"rollout.engine_options={small}",
+    )  # fmt: skip
+    variables = {"MRL_PYTHON": python}
+    (job,) = submit(whole, file, output, layout=layout, nodes=2, rollout_nodes=2, variables=variables)
+    assert "COMPLETED Restarts=0" in whole.wait(job, 500), log_text(output)[-5000:]
+    rows = metrics(output)
+    assert len(rows) == ITERATIONS
+    assert rows[0]["gate/k3"] < 1e-6, "the trainer recognises what the servers sampled"
+    assert max(row["replay/missing"] for row in rows) == 0
+    assert not list((output / "weights").glob("*.rejected.json"))
+    assert_each_iteration_trained_once(output)
+    text = log_text(output)
+    assert all(f"node{number}" in text for number in (3, 4)) and len(list((output / "slurm").glob("*-serve.log"))) == 1
+
+
+@pytest.mark.full
+def test_ranks_of_a_job_convert_a_run_together(whole: Cluster, reference: Path, tmp_path: Path) -> None:
+    target = tmp_path / "hf"
+    sizes = ("--nodes=4", "--ntasks=4", f"--output={tmp_path}/job.log")
+    variables = {"MRL_ROOT": str(ROOT), "MRL_PYTHON": sys.executable, "MRL_LOGS": str(tmp_path / "slurm")}
+    script = str(ROOT / "slurm" / "convert.sbatch")
+    arguments = (str(reference), str(target), "--shard-gb", "0.00005")
+    job = whole.run("sbatch", "--parsable", *sizes, script, *arguments, **variables)
+    assert "COMPLETED" in whole.wait(job.strip()), log_text(tmp_path) + (tmp_path / "job.log").read_text()
+    files = sorted(target.glob("*.safetensors"))
+    assert len(files) >= 4, "a file for every rank"
+    found = {f"export/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+    expected = {name: tensor for name, tensor in exported(reference).items() if name.startswith("export/")}
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not np.array_equal(found[name], expected[name])] == []
 
 
 @pytest.mark.full

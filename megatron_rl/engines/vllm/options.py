@@ -13,6 +13,9 @@ import torch
 
 WORKER_EXTENSION = "megatron_rl.engines.vllm.worker.WorkerExtension"
 TRANSFER_BACKEND = "directory"
+SLEEP_LEVEL = 2
+"""vLLM's sleep that keeps nothing. Level 1 keeps the weights in the host's memory, which the trainer's offloaded states
+need, and for a rare case: waking brings a new version, and the old one still lies published."""
 
 
 def vllm_environment() -> dict[str, str]:
@@ -21,7 +24,7 @@ def vllm_environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        # Opens the routes that pause a server and change its weights.
+        # Opens the routes that pause a server, change its weights and send it to sleep.
         "VLLM_SERVER_DEV_MODE": "1",
     }
     if not torch.cuda.is_available():
@@ -55,6 +58,8 @@ class VllmOptions:
     routes: bool = True
     """Return the experts used; False for dense models only."""
     seed: int = 0
+    can_sleep: bool = False
+    """It is to leave its GPU now and then (`rollout.colocated`); on a CPU it always can."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's engine arguments by their Python names; they win over the above."""
 
@@ -82,15 +87,27 @@ class VllmOptions:
         }
         if self.data_parallel > 1:
             chosen["data_parallel_size"] = self.data_parallel
+        if self.can_sleep and torch.cuda.is_available():
+            chosen["enable_sleep_mode"] = True
         return {name: value for name, value in (chosen | dict(self.extra)).items() if value is not None}
 
     def command_line(self) -> list[str]:
         """The same as options of vLLM's server."""
-        words: list[str] = []
-        for name, value in self.arguments().items():
-            option = "--" + name.replace("_", "-")
-            if isinstance(value, bool):
-                words.append(option if value else "--no-" + option[2:])
-            else:
-                words += [option, json.dumps(value) if isinstance(value, Mapping) else str(value)]
-        return words
+        return _words(self.arguments())
+
+    def changes(self) -> list[str]:
+        """As `command_line`, but only what differs from the defaults: more of it for a server that has them already."""
+        plain = VllmOptions(self.model).arguments()
+        chosen = self.arguments()
+        return _words({name: value for name, value in chosen.items() if name not in plain or plain[name] != value})
+
+
+def _words(arguments: Mapping[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(option if value else "--no-" + option[2:])
+        else:
+            words += [option, json.dumps(value) if isinstance(value, Mapping) else str(value)]
+    return words

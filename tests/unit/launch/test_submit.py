@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from megatron_rl.cli import app
 from megatron_rl.config import RunConfig, load_config
-from megatron_rl.errors import LaunchError
+from megatron_rl.errors import ConfigError, LaunchError
 from megatron_rl.launch.submit import (
     JobOptions,
     depending_on,
@@ -83,7 +84,25 @@ def test_several_rollout_nodes_get_servers_of_the_policy() -> None:
         for nodes in (1, 2)
     )
     assert "MRL_SERVER_MODEL" not in one and several["MRL_SERVER_MODEL"] == "/models/Qwen3-30B-A3B"
-    assert several["MRL_SERVER_ARGS"] == "--dtype bfloat16 --tensor-parallel 2 --data-parallel 4"
+    assert several["MRL_SERVER_ARGS"] == "-- --tensor-parallel-size 2 --data-parallel-size 4"
+
+
+def test_servers_get_every_engine_option_or_the_submission_is_refused() -> None:
+    def asked(**more: object) -> str:
+        run = config(Path("run"))
+        engine = run.rollout.engine_options | {"max_num_seqs": 16, "extra": {"block_size": 32}} | more
+        rollout = run.rollout.model_copy(update={"engine_options": engine, "engine_dtype": "float32"})
+        changed = run.model_copy(update={"rollout": rollout})
+        return submissions(changed, JobOptions(4, 8, rollout_nodes=2), Path("c"), ROOT / "slurm")[0].variables[
+            "MRL_SERVER_ARGS"
+        ]
+
+    assert {"--dtype float32", "--max-num-seqs 16", "--block-size 32"} <= {
+        " ".join(pair) for pair in itertools.pairwise(asked().split())
+    }
+    for wrong, found in (({"no_such": 1}, "no_such"), ({"extra": {"override": {"a": 1, "b": 2}}}, "spaces")):
+        with pytest.raises(ConfigError, match=found):
+            asked(**wrong)
 
 
 @pytest.mark.parametrize(
