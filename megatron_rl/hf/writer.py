@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import uuid
 from collections import Counter
@@ -18,6 +17,7 @@ import xxhash
 from torch import Tensor
 
 from megatron_rl.errors import CheckpointError
+from megatron_rl.files import make_durable
 from megatron_rl.hf.audit import Audit, Problem
 from megatron_rl.hf.config import HFModelConfig
 from megatron_rl.hf.families import ARCHITECTURES
@@ -149,8 +149,8 @@ class StreamingWriter:
         for file in side_files(self.source):
             shutil.copyfile(file, self._directory / file.name)
         for file in self._directory.iterdir():
-            _fsync(file)
-        _fsync(self._directory)
+            make_durable(file)
+        make_durable(self._directory)
         publish_directory(self._directory, self.path)
 
     def _copy_mtp(self) -> None:
@@ -227,14 +227,6 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def publish_directory(directory: Path, target: Path) -> None:
     """Give a whole, durable directory its name. What had the name is renamed away first, then removed."""
     replaced = target.with_name(f"{directory.name}.replaced")
@@ -246,5 +238,5 @@ def publish_directory(directory: Path, target: Path) -> None:
         if replaced.exists():
             replaced.rename(target)
         raise
-    _fsync(target.parent)
+    make_durable(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
