@@ -72,6 +72,14 @@ def test_the_file_of_another_run_is_refused(tmp_path: Path) -> None:
     assert "output" in caught.value.setting
 
 
+def test_a_change_anywhere_before_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    ledger, _ = three_iterations(tmp_path)
+    path = tmp_path / "consumed.jsonl"
+    path.write_text(path.read_text().replace("rollouts/0.arrow", "rollouts/7.arrow"))
+    with pytest.raises(CheckpointError, match="consumed rollouts"):
+        Ledger(tmp_path, writes=True).restore(ledger.state())
+
+
 def test_a_torn_last_line_is_no_entry_and_is_mended(tmp_path: Path) -> None:
     ledger, _ = three_iterations(tmp_path)
     path = tmp_path / "consumed.jsonl"

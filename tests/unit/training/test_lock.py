@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -52,6 +53,11 @@ def test_a_second_process_is_refused_until_the_first_has_crashed(tmp_path: Path)
     assert (tmp_path / NAME).exists()
     RunLock(tmp_path).release()
     assert not (tmp_path / NAME).exists()
+
+
+def test_a_process_number_that_is_used_again_is_another_process(tmp_path: Path) -> None:
+    pretend(tmp_path, host=socket.gethostname(), process=os.getppid(), started="1")
+    RunLock(tmp_path).release()
 
 
 def test_a_silent_host_is_dead_after_a_while(tmp_path: Path) -> None:
