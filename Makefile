@@ -58,8 +58,9 @@ test-slurm: setup ## real training on a real SLURM of four nodes on this machine
 	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" slurm-all
 
 .PHONY: test-full
-test-full: setup ## every test, also the slow ones (up to an hour); what the machine lacks is skipped with a reason
-	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" lint full demo vllm-full
+test-full: setup ## every test, also the slow ones, the soak and Python 3.12 (two hours and more); what the machine lacks is skipped with a reason
+	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" lint full demo vllm-full soak
+	@if [ -n "$(PYTHON_LATEST)" ]; then $(MAKE) --no-print-directory test-latest; else echo "skipped: Python 3.12 and the newest Megatron-Core (make test-latest says what is needed)"; fi
 
 .PHONY: test-latest
 test-latest: ## unit, distributed and HF tests on Python 3.12 and the newest Megatron-Core

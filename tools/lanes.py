@@ -65,6 +65,7 @@ LANES = (
     Lane("vllm-full", 20, VLLM_INSTALL, folders=("tests/vllm",), select="", lock=VLLM_LOCK),
     Lane("slurm", 6, SLURM_INSTALL, folders=("tests/slurm",)),
     Lane("slurm-all", 30, SLURM_INSTALL, folders=("tests/slurm",), select=""),
+    Lane("soak", 40, (*SLURM_INSTALL, (PYTHON, "tests/slurm/soak.py", "--kills", "20"))),
     Lane("gpu", 5, folders=("tests/gpu",)),
     Lane("matrix", 25, folders=("tests/dist",), select=""),
     Lane("hf-matrix", 8, folders=("tests/hf",), select=""),
