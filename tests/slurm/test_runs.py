@@ -199,7 +199,7 @@ def test_ranks_of_a_job_convert_a_run_together(whole: Cluster, reference: Path, 
     sizes = ("--nodes=4", "--ntasks=4", f"--output={tmp_path}/job.log")
     variables = {"MRL_ROOT": str(ROOT), "MRL_PYTHON": sys.executable, "MRL_LOGS": str(tmp_path / "slurm")}
     script = str(ROOT / "slurm" / "convert.sbatch")
-    arguments = (str(reference), str(target), "--shard-gb", "0.00005")
+    arguments = (str(reference), str(target), "--shard-gb", "0.00002")
     job = whole.run("sbatch", "--parsable", *sizes, script, *arguments, **variables)
     assert "COMPLETED" in whole.wait(job.strip()), log_text(tmp_path) + (tmp_path / "job.log").read_text()
     files = sorted(target.glob("*.safetensors"))

@@ -162,20 +162,30 @@ class LocalServer:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: become a server."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_rl.engines.vllm.server", description="A vLLM server.")
+    command = command_of(sys.argv[1:] if arguments is None else arguments)
+    os.execve(command[0], command, server_environment())
+
+
+def command_of(arguments: Sequence[str]) -> list[str]:
+    """The command of a server from words of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rl.engines.vllm.server", description="A vLLM server.",
+        epilog="After a separate --, options go to vLLM as they are and win over these.",
+    )  # fmt: skip
     parser.add_argument("model", type=Path, help="HF checkpoint directory")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on")
     parser.add_argument("--dtype", default="bfloat16", help="of weights, keys and values")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one engine copy")
     parser.add_argument("--data-parallel", type=int, default=1, help="engine copies behind this address")
-    parser.add_argument("vllm", nargs="*", help="after --: options given to vLLM as they are")
-    chosen = parser.parse_args(arguments)
+    # Cut by hand: argparse refuses words after -- where options stand between them and the model.
+    words = list(arguments)
+    end = words.index("--") if "--" in words else len(words)
+    chosen = parser.parse_args(words[:end])
     options = VllmOptions(
         chosen.model, dtype=chosen.dtype, tensor_parallel=chosen.tensor_parallel, data_parallel=chosen.data_parallel
     )
-    command = [*serve_command(options, chosen.port, host=chosen.host), *chosen.vllm]
-    os.execve(command[0], command, server_environment())
+    return [*serve_command(options, chosen.port, host=chosen.host), *words[end + 1 :]]
 
 
 if __name__ == "__main__":

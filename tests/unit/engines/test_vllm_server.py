@@ -15,7 +15,7 @@ import pytest
 from megatron_rl.engines.vllm import guard
 from megatron_rl.engines.vllm import server as servers
 from megatron_rl.engines.vllm.options import TRANSFER_BACKEND, VllmOptions
-from megatron_rl.engines.vllm.server import LocalServer, free_port, serve_command
+from megatron_rl.engines.vllm.server import LocalServer, command_of, free_port, serve_command
 from megatron_rl.errors import LaunchError
 
 
@@ -44,6 +44,13 @@ def test_command_switches_on_what_the_trainer_needs() -> None:
     assert json.loads(options["--weight-transfer-config"]) == {"backend": TRANSFER_BACKEND}
     assert "--no-enable-return-routed-experts" in VllmOptions("m", routes=False).command_line()
     assert serve_command(VllmOptions("m"), 81) != serve_command(VllmOptions("m"), 81), "each process has its own name"
+
+
+def test_words_after_two_dashes_go_to_vllm_and_win() -> None:
+    words = command_of(["m", "--host", "0.0.0.0", "--port", "81", "--", "--dtype", "float32", "--max-num-seqs", "16"])
+    assert words[-4:] == ["--dtype", "float32", "--max-num-seqs", "16"] and words.index("--dtype") < len(words) - 4
+    assert words[words.index("--host") + 1] == "0.0.0.0" and words[words.index("--model") + 1] == "m"
+    assert command_of(["m"])[-1] != "--"
 
 
 def test_child_ends_with_its_starter(tmp_path: Path) -> None:
