@@ -215,7 +215,8 @@ def single_responses(algorithm: AlgorithmConfig, options: Mapping[str, Any]) -> 
         return None
     return (
         f"advantage '{algorithm.advantage}' compares responses to one prompt, and {told} is 1: set "
-        f"rollout.environment_options.{told} to at least 2, or algorithm.advantage to gae or batch_mean"
+        f"rollout.environment_options.{told} to at least 2 (also where a level of rollout.curriculum changes it), or "
+        "algorithm.advantage to gae or batch_mean"
     )
 
 

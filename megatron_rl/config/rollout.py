@@ -9,6 +9,38 @@ from pydantic import Field, model_validator
 from megatron_rl.config.section import Section
 
 
+class RepetitionConfig(Section):
+    """When an episode counts as stuck: it is truncated, as `repetition`, after the turn that shows it, also where it is
+    evaluated."""
+
+    identical_actions: int = Field(0, ge=0)
+    """So many equal actions in a row; 0: never."""
+    ngram: int = Field(0, ge=0)
+    """Longest n-gram that is looked for at the end of an action, its stop token left out; 0: never."""
+    ngram_times: int = Field(8, ge=2)
+    """How often an n-gram must follow itself there."""
+
+
+class CurriculumConfig(Section):
+    """Levels of rising difficulty. Evaluation is always played on the plain `environment_options`."""
+
+    levels: tuple[dict[str, Any], ...] = ()
+    """Easiest first: what each level changes in `environment_options`; `{}` is the task itself. None: no curriculum."""
+    promote_at: float = Field(0.8, gt=0, le=1)
+    """Success rate over the window that ends a level."""
+    window: int = Field(64, ge=1)
+    """Last finished episodes of the level that the rate is taken over."""
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> CurriculumConfig:
+        if len(self.levels) == 1:
+            raise ValueError(
+                "one level is no curriculum: add levels, or put its options into rollout.environment_options and set "
+                "rollout.curriculum.levels to []"
+            )
+        return self
+
+
 class RolloutConfig(Section):
     """What is played, how much of it, and with which sampling."""
 
@@ -22,6 +54,12 @@ class RolloutConfig(Section):
     """Turns after which an episode is truncated."""
     max_action_tokens: int = Field(1, ge=1)
     """Tokens the policy may sample per turn."""
+    repetition: RepetitionConfig = Field(default_factory=RepetitionConfig)
+    """When an episode is cut because it repeats itself."""
+    stagger_turns: int = Field(0, ge=0)
+    """Training episodes start after 0 to so many random valid actions, the same for a group; 0: at the beginning."""
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
+    """Easier variants of the task that training begins with."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the trainer scales its logits by the same."""
     on_bad_record: Literal["error", "quarantine"] = "error"
@@ -48,6 +86,12 @@ class RolloutConfig(Section):
     """Seconds after which the rollout process ends an episode as aborted."""
     step_timeout: float = Field(300.0, gt=0)
     """Seconds an environment may take for one step in the rollout process."""
+    engine_timeout: float = Field(0.0, ge=0)
+    """Seconds after which the rollout process makes an engine call again; 0: as long as the episode may take."""
+    engine_retries: int = Field(3, ge=0)
+    """How often the rollout process repeats a failed engine call before the episode is aborted."""
+    stagger_seconds: float = Field(0.0, ge=0)
+    """The rollout process begins its first `concurrency` episodes spread over this time."""
     shard_episodes: int = Field(16, ge=1)
     """Finished episodes after which the rollout process writes a shard."""
     shard_seconds: float = Field(1.0, gt=0)
@@ -79,14 +123,19 @@ class RolloutConfig(Section):
         """Whether a rollout process plays, not the trainer's own ranks."""
         return not self.recorded and (self.mode != "sync" or self.engine != "embedded" or self.colocated)
 
+    @property
+    def training_options(self) -> tuple[dict[str, Any], ...]:
+        """The environment's options in training: those of every level, or the plain ones without a curriculum."""
+        return tuple({**self.environment_options, **level} for level in self.curriculum.levels or ({},))
+
     @model_validator(mode="after")
     def _no_contradiction(self) -> RolloutConfig:
         if self.colocated and self.staleness:
             raise ValueError("colocated engine and trainer take turns: set mode to sync, or colocated to false")
-        if self.colocated and self.engine != "embedded":
-            raise ValueError("vLLM cannot leave its device: set colocated to false and give it devices of its own")
         if self.servers and self.engine != "vllm_http":
             raise ValueError("servers are for engine 'vllm_http': set engine to vllm_http, or servers to []")
+        if self.stagger_turns and self.environment == "prompts":
+            raise ValueError("a prompt has no turns that its episodes could start after: set stagger_turns to 0")
         return self
 
 

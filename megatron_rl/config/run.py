@@ -83,8 +83,9 @@ class RunConfig(Section):
             "performance.overlap_param_gather": ewma and fast.overlap_param_gather,
             "performance.optimizer_cpu_offload": ewma and fast.optimizer_cpu_offload,
         }
-        if reason := single_responses(self.algorithm, self.rollout.environment_options):
-            raise ValueError(reason)
+        for options in self.rollout.training_options:
+            if reason := single_responses(self.algorithm, options):
+                raise ValueError(reason)
         bad = [name for name, on in refused.items() if on]
         if bad:
             raise ValueError(

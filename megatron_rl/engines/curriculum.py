@@ -1,9 +1,16 @@
-"""What to play next, and from where: rising difficulty, and starts spread over an episode."""
+"""What training plays, and from where: rising difficulty, and starts spread over an episode.
+
+Invariants:
+
+* The level follows from results, their order, and nothing else: whoever counts the same ones stands at the same level.
+* What is played at a level is a pure function of (iteration, count), as for any task, and is never what the run
+  evaluates.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,90 +19,119 @@ import xxhash
 
 from megatron_rl.engines.environments import StepResult, TextEnvironment, close_environment
 from megatron_rl.engines.episode_state import EpisodeSpec
-from megatron_rl.engines.episodes import MakeEnvironment
+from megatron_rl.engines.tasks import Task
 from megatron_rl.errors import ConfigError
-from megatron_rl.rollouts.schema import EXCLUDED_OUTCOMES, Trajectory
+from megatron_rl.rollouts.schema import EXCLUDED_OUTCOMES
 
-START_TURN = "start_turn"
-"""Option of a spec and entry of a trajectory's metadata."""
+LEVEL = "level"
+"""Entry of a trajectory's metadata: the level it was played at, from 0."""
+START_TURN, START_SEED = "start_turn", "start_seed"
+"""Options of a spec: how many actions are played before it starts, and the seed of their choice. The turn it did start
+at is in its trajectory's metadata."""
+DOUBLINGS = 6
+"""How often a level is asked for twice as many episodes where those it drew are evaluated."""
 
 
 class Curriculum:
-    """Episodes of one level until enough of them succeed, then of the next: an iterator of specs for `player.play`.
+    """Which level is played: the next one once enough episodes of the present one succeed.
 
-    Call `finished` with each trajectory, for instance in `on_finished`. The level rises once the last `window` episodes
-    of the present level succeeded at a rate of at least `promote_at`; it never falls. Episodes of earlier levels and
+    The level rises when the last `window` episodes of the present level succeeded at a rate of at least `promote_at`,
+    as seen each time results are counted (one, or a whole iteration's). It never falls. Results of other levels and
     those that the environment or the engine failed do not count.
 
     Args:
-        levels: specs of each level, easiest first; they may be endless. Trajectory ids differ.
+        levels: how many there are.
         promote_at: success rate that ends a level.
         window: episodes the rate is taken over.
-        level: where to start, for instance after a restart.
-
-    Raises:
-        ConfigError: no levels, or a number out of range.
     """
 
-    def __init__(
-        self, levels: Sequence[Iterable[EpisodeSpec]], *, promote_at: float = 0.8, window: int = 64, level: int = 0
-    ) -> None:
-        for name, value, low, high in (("level", level, 0, len(levels) - 1), ("promote_at", promote_at, 0, 1),
-                                       ("window", window, 1, float("inf"))):  # fmt: skip
-            if not low <= value <= high:
-                raise ConfigError("curriculum", field=name, found=value, expected=f"{low}..{high}", setting=name)
-        self._levels = [iter(specs) for specs in levels]
-        self.level, self._promote_at = level, promote_at
-        self._in_flight: dict[str, int] = {}
+    def __init__(self, levels: int, *, promote_at: float, window: int) -> None:
+        self.levels, self._promote_at = levels, promote_at
         self._recent: deque[bool] = deque(maxlen=window)
+        self.level = 0
+        self.success: float | None = None
+        """Success rate over the window when results were last counted, before a rise emptied it; None: of nothing."""
 
-    def __iter__(self) -> Iterator[EpisodeSpec]:
-        return self
-
-    def __next__(self) -> EpisodeSpec:
-        spec = next(self._levels[self.level])
-        self._in_flight[spec.trajectory_id] = self.level
-        return spec
-
-    @property
-    def success(self) -> float:
-        """Success rate over the window; NaN before anything finished on this level."""
-        return float(np.mean(self._recent)) if self._recent else float("nan")
-
-    def finished(self, trajectory: Trajectory) -> None:
-        """Take the result of an episode."""
-        level = self._in_flight.pop(trajectory.trajectory_id, None)
-        if level != self.level or trajectory.outcome in EXCLUDED_OUTCOMES:
-            return
-        self._recent.append(bool(trajectory.metadata.get("success", False)))
+    def count(self, results: Iterable[tuple[Mapping[str, Any], str]]) -> None:
+        """Take the metadata and the outcome of finished trajectories, in the order that decides what is recent."""
+        for metadata, outcome in results:
+            if metadata.get(LEVEL) == self.level and outcome not in EXCLUDED_OUTCOMES:
+                self._recent.append(bool(metadata.get("success", False)))
+        self.success = sum(self._recent) / len(self._recent) if self._recent else None
         full = len(self._recent) == self._recent.maxlen
-        if full and self.success >= self._promote_at and self.level + 1 < len(self._levels):
+        if full and self.success >= self._promote_at and self.level + 1 < self.levels:
             self.level += 1
             self._recent.clear()
 
+    def state(self) -> dict[str, Any]:
+        """All that `restore` needs, as JSON."""
+        return {"level": self.level, "recent": list(self._recent)}
 
-def stagger(specs: Iterable[EpisodeSpec], turns: int, seed: int = 0) -> Iterator[EpisodeSpec]:
-    """Give each group a start turn, uniform over 0..turns, as the option ``start_turn``.
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Stand where `state` was taken.
 
-    It depends on the group's id and `seed` only: a group shares its start state, ranks agree without talking, and the
-    order does not matter. Let `staggered` build the environments.
+        Raises:
+            ConfigError: there is no such level any more.
+        """
+        require_level(state["level"], self.levels)
+        self.level = state["level"]
+        self._recent = deque(state["recent"], maxlen=self._recent.maxlen)
+
+
+def require_level(level: int, levels: int) -> None:
+    """Raise ConfigError where a run has been at a level that its configuration has not."""
+    if level >= levels:
+        raise ConfigError(
+            "the run has been at a level of its curriculum that is gone", found=f"level {level}",
+            expected=f"0..{levels - 1}", setting="rollout.curriculum.levels",
+        )  # fmt: skip
+
+
+class TrainingTask:
+    """A task as a run trains on it: without what the run evaluates, and from staggered starts.
+
+    Args:
+        task: what is played.
+        evaluated: prompts that are left out.
+        stagger_turns: most actions before a start. The number is uniform over 0..stagger_turns, shared by a group, and
+            follows from group, iteration and seed only.
+        seed: of the starts.
     """
-    for spec in specs:
-        start = _hash(spec.group_id, seed) % (turns + 1)
-        yield replace(spec, options={**spec.options, START_TURN: start})
 
+    def __init__(self, task: Task, *, evaluated: Collection[str] = (), stagger_turns: int = 0, seed: int = 0) -> None:
+        self._task, self._evaluated, self._turns, self._seed = task, frozenset(evaluated), stagger_turns, seed
+        self.vocabulary, self.evaluation_specs = task.vocabulary, task.evaluation_specs
 
-def staggered(make_env: MakeEnvironment, seed: int = 0) -> MakeEnvironment:
-    """Build environments that have played ``start_turn`` random valid actions before their first observation."""
+    def make_env(self, spec: EpisodeSpec) -> TextEnvironment:
+        """The task's, which has played the spec's first actions before anything is seen."""
+        env, options = self._task.make_env(spec), spec.options
+        return StaggeredStart(env, options[START_TURN], options[START_SEED]) if START_TURN in options else env
 
-    def make(spec: EpisodeSpec) -> TextEnvironment:
-        return StaggeredStart(make_env(spec), spec.options.get(START_TURN, 0), _hash(spec.group_id, seed + 1))
+    def training_specs(self, iteration: int, count: int) -> list[EpisodeSpec]:
+        """See `Task`.
 
-    return make
+        Raises:
+            ConfigError: the task draws next to nothing but what is evaluated.
+        """
+        specs = self._not_evaluated(iteration, count)
+        return [self._staggered(iteration, spec) for spec in specs] if self._turns else specs
 
+    def _not_evaluated(self, iteration: int, count: int) -> list[EpisodeSpec]:
+        for doubling in range(DOUBLINGS + 1):
+            specs = self._task.training_specs(iteration, count << doubling)
+            fresh = [spec for spec in specs if spec.prompt_id not in self._evaluated]
+            if len(fresh) >= count:
+                return fresh[:count]
+        raise ConfigError(
+            "nothing is left to train on but what is evaluated",
+            found=f"{len(fresh)} of {len(specs)} episodes are of other prompts", expected=f"{count} episodes",
+            setting="rollout.environment_options, rollout.curriculum.levels, or evaluation_episodes",
+        )  # fmt: skip
 
-def _hash(text: str, seed: int) -> int:
-    return xxhash.xxh3_64_intdigest(text.encode(), seed)
+    def _staggered(self, iteration: int, spec: EpisodeSpec) -> EpisodeSpec:
+        name = f"{iteration}/{spec.group_id}".encode()
+        drawn, seed = xxhash.xxh3_64_intdigest(name, self._seed), xxhash.xxh3_64_intdigest(name, self._seed + 1)
+        return replace(spec, options={**spec.options, START_TURN: drawn % (self._turns + 1), START_SEED: seed})
 
 
 class StaggeredStart:
@@ -116,15 +152,16 @@ class StaggeredStart:
 
     def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[int]:
         """Start the inner episode, play the random actions and return what is seen then."""
+        own = {name: value for name, value in (options or {}).items() if name not in (START_TURN, START_SEED)}
         turns = self._turns
         for _ in range(2):
-            observation, played = self._play(turns, seed, options)
+            observation, played = self._play(turns, seed, own)
             if played == turns:
                 self._started_at = turns
                 return observation
             turns = played
         self._started_at = 0
-        return self.inner.reset(seed, options)
+        return self.inner.reset(seed, own)
 
     def step(self, action_tokens: Sequence[int]) -> StepResult:
         """Play the action in the inner environment."""
@@ -139,7 +176,7 @@ class StaggeredStart:
         """Close the inner environment."""
         close_environment(self.inner)
 
-    def _play(self, turns: int, seed: int | None, options: Mapping[str, Any] | None) -> tuple[list[int], int]:
+    def _play(self, turns: int, seed: int | None, options: Mapping[str, Any]) -> tuple[list[int], int]:
         """What is seen after `turns` actions, and how many were played without ending the episode."""
         rng = np.random.default_rng(self._seed)
         observation = self.inner.reset(seed, options)

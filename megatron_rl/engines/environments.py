@@ -208,6 +208,9 @@ STEPS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 """Action word to (row, column) step."""
 CELL_WORDS = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
 MAX_LAKE_SIZE = 10
+LAKE_ATTEMPTS = 100_000
+"""Draws after which there is taken to be no such lake: 40 times what opposite corners of the largest take without holes
+(10 x 10 cells: 4 of 9900 places of start and goal)."""
 
 
 def lake_vocabulary() -> Vocabulary:
@@ -329,8 +332,11 @@ def random_lake(
 
     Returns:
         `size` rows of `size` letters, to be given to `FrozenLakeText` or to gymnasium's `desc=`.
+
+    Raises:
+        ConfigError: no such lake turned up in `LAKE_ATTEMPTS` draws.
     """
-    while True:
+    for _ in range(LAKE_ATTEMPTS):
         cells = np.where(rng.random((size, size)) < hole_probability, "H", "F")
         start, goal = rng.choice(size * size, 2, replace=False)
         cells.flat[start], cells.flat[goal] = "S", "G"
@@ -338,6 +344,10 @@ def random_lake(
         moves = shortest_path(desc)
         if moves is not None and distances[0] <= moves <= distances[1]:
             return desc
+    raise ConfigError(
+        "no such lake turned up", found=f"size {size}, hole_probability {hole_probability}, distances {distances}",
+        expected="lakes to draw from", setting="rollout.environment_options.distances, .hole_probability or .size",
+    )  # fmt: skip
 
 
 def shortest_path(desc: Sequence[str]) -> int | None:

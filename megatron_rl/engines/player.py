@@ -57,12 +57,10 @@ class PlayLimits:
     """How often a failed engine call is made again before its episode is aborted."""
     engine_pause: float = 1.0
     """Pause before the first repeated call; it doubles each time, with a random factor between 0.5 and 1.5."""
-    stagger_seconds: float = 0.0
-    """The first `concurrency` episodes start spread over this time, so that they do not act in step."""
 
     def __post_init__(self) -> None:
         for name, least in (("concurrency", 1), ("environment_threads", 1), ("max_stuck_environments", 0),
-                            ("engine_retries", 0), ("engine_pause", 0), ("stagger_seconds", 0)):  # fmt: skip
+                            ("engine_retries", 0), ("engine_pause", 0)):  # fmt: skip
             if getattr(self, name) < least:
                 raise ConfigError(
                     "limit of the player", field=name, found=getattr(self, name), expected=f">= {least}", setting=name
@@ -101,7 +99,7 @@ async def play(
     threads = CallThreads(limits.environment_threads, limits.max_stuck_environments)
     player = _Player(engine, make_env, limits, threads, greedy)
     source = _Source(specs)
-    places = [asyncio.create_task(player.fill(place, source, on_finished)) for place in range(limits.concurrency)]
+    places = [asyncio.create_task(player.fill(source, on_finished)) for _ in range(limits.concurrency)]
     try:
         await asyncio.gather(*places)
     finally:
@@ -175,9 +173,8 @@ class _Player:
     threads: CallThreads
     greedy: bool
 
-    async def fill(self, place: int, specs: _Source, on_finished: OnFinished) -> None:
+    async def fill(self, specs: _Source, on_finished: OnFinished) -> None:
         """Play one episode after another in one of the `concurrency` places."""
-        await asyncio.sleep(self.limits.stagger_seconds * place / self.limits.concurrency)
         while (spec := await specs.take()) is not None:
             await on_finished(await self._play(spec))
 

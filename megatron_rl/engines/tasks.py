@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from megatron_rl.engines.environments import (
+    MAX_LAKE_SIZE,
     BlankedEnvironment,
     FrozenLakeText,
     TextEnvironment,
@@ -22,6 +23,9 @@ from megatron_rl.engines.episodes import EpisodeSpec
 from megatron_rl.engines.prompts import PromptsTask
 from megatron_rl.engines.sokoban import SokobanTask
 from megatron_rl.errors import ConfigError
+
+ATTEMPTS = 100
+"""Draws for each lake that is wanted, after which there are taken to be no more."""
 
 
 class Task(Protocol):
@@ -57,6 +61,9 @@ class FrozenLakeTask:
         maps_per_prompt: episodes that share one map in an iteration.
         blank: hide every observation (a control).
         seed: seed of all maps.
+
+    Raises:
+        ConfigError: the options describe no lake, or none beside those that are to be set aside.
     """
 
     def __init__(
@@ -74,17 +81,20 @@ class FrozenLakeTask:
         blank: bool = False,
         seed: int = 0,
     ) -> None:
+        if not 2 <= size <= MAX_LAKE_SIZE or not 1 <= distances[0] <= distances[1] or distances[0] >= size * size:
+            raise ConfigError(
+                "no such lake", found=f"size {size}, distances {tuple(distances)}",
+                expected=f"size 2..{MAX_LAKE_SIZE}, 1 <= least <= greatest, least < size * size",
+                setting="rollout.environment_options.distances or .size",
+            )  # fmt: skip
         self.vocabulary = lake_vocabulary()
         self._draw = {"size": size, "hole_probability": hole_probability, "distances": tuple(distances)}
         self._view, self._rewards = view, (1.0, hole_reward, step_reward)
         self._invalid, self._per_map, self._blank, self._seed = invalid_reward, maps_per_prompt, blank, seed
-        rng = np.random.default_rng([seed, 1])
-        self._held_out: list[tuple[str, ...]] = []
-        while len(self._held_out) < evaluation_maps:
-            lake = random_lake(rng, **self._draw)
-            if lake not in self._held_out:
-                self._held_out.append(lake)
+        self._forbidden: frozenset[tuple[str, ...]] = frozenset()
+        self._held_out = self._lakes(np.random.default_rng([seed, 1]), evaluation_maps, distinct=True)
         self._forbidden = frozenset(self._held_out)
+        self.training_specs(0, 1)
 
     def make_env(self, spec: EpisodeSpec) -> TextEnvironment:
         """A lake of the spec's map."""
@@ -100,16 +110,30 @@ class FrozenLakeTask:
     def training_specs(self, iteration: int, count: int) -> list[EpisodeSpec]:
         """Fresh maps for each iteration, none of them held out."""
         rng = np.random.default_rng([self._seed, 2, iteration])
-        specs: list[EpisodeSpec] = []
-        while len(specs) < count:
-            lake = random_lake(rng, **self._draw)
-            if lake not in self._forbidden:
-                specs += [_spec(f"train-{iteration:06d}-{len(specs) + i:05d}", lake) for i in range(self._per_map)]
-        return specs[:count]
+        lakes = self._lakes(rng, -(-count // self._per_map))
+        return [_spec(f"train-{iteration:06d}-{i:05d}", lakes[i // self._per_map]) for i in range(count)]
 
     def evaluation_specs(self, count: int) -> list[EpisodeSpec]:
         """The held-out maps, over and over where `count` is larger."""
         return [_spec(f"eval-{i:05d}", self._held_out[i % len(self._held_out)]) for i in range(count)]
+
+    def _lakes(self, rng: np.random.Generator, count: int, *, distinct: bool = False) -> list[tuple[str, ...]]:
+        """`count` lakes that are not held out."""
+        lakes: list[tuple[str, ...]] = []
+        seen: set[tuple[str, ...]] = set()
+        for _ in range(ATTEMPTS * count):
+            if len(lakes) == count:
+                break
+            lake = random_lake(rng, **self._draw)
+            if lake not in self._forbidden and not (distinct and lake in seen):
+                lakes.append(lake)
+                seen.add(lake)
+        if len(lakes) == count:
+            return lakes
+        raise ConfigError(
+            "there are too few lakes", found=f"{len(lakes)} of {count} after {ATTEMPTS * count} draws",
+            expected="more than are set aside", setting="rollout.environment_options.evaluation_maps",
+        )  # fmt: skip
 
 
 def _spec(name: str, lake: tuple[str, ...]) -> EpisodeSpec:

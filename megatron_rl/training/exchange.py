@@ -54,6 +54,14 @@ class Heartbeat:
     """What hinders it, for people; empty: nothing."""
     in_flight: int = -1
     """Episodes that were begun and are not on disk; -1: not known."""
+    level: int = -1
+    """Of the curriculum, for episodes that begin now; -1: not known, or there is none."""
+    success: float | None = None
+    """Success rate over the curriculum's window; None: not known."""
+    awake_bytes: int = 0
+    """Memory before the engine last slept (`engines.vllm.replica.Footprint`); 0: it never did, or cannot tell."""
+    asleep_bytes: int = 0
+    """And after."""
 
 
 @dataclass(frozen=True)

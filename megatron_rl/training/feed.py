@@ -3,6 +3,7 @@
 Invariants:
 
 * An episode that lies recorded in the stream is not played again; one that was lost with its process is.
+* A block is of one level, also after a restart if anything of it is recorded: a group never mixes levels.
 * Never more than `room` episodes are begun, those that finished long ago included, but a group that was begun is begun
   whole: an incomplete one could never be trained on.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.engines.episodes import EpisodeSpec
@@ -28,20 +29,31 @@ class Planned:
     """Argument of `Task.training_specs` that it is from."""
     group_size: int
     """Episodes of its block and group."""
+    level: int
+    """Place of the task that it is from."""
 
 
 class SpecFeed:
     """Hands out the episodes of a run, one at a time.
 
     Args:
-        task: what is played.
+        levels: what is played, a task for each level.
+        level_of: level of a block, asked once for each, when its first episode comes next.
         block_size: episodes of one block of `Task.training_specs`.
         recorded: trajectory ids that lie in the stream.
         limit: most episodes ever begun; None: no end.
     """
 
-    def __init__(self, task: Task, block_size: int, recorded: Collection[str], limit: int | None) -> None:
-        self._specs = (planned for planned in _planned(task, block_size) if planned.spec.trajectory_id not in recorded)
+    def __init__(
+        self,
+        levels: Sequence[Task],
+        level_of: Callable[[int], int],
+        block_size: int,
+        recorded: Collection[str],
+        limit: int | None,
+    ) -> None:
+        planned = _planned(levels, level_of, block_size)
+        self._specs = (found for found in planned if found.spec.trajectory_id not in recorded)
         self._next = next(self._specs)
         self._last: Planned | None = None
         self._limit = limit
@@ -88,10 +100,11 @@ class SpecFeed:
         return last is not None and (last.block, last.spec.group_id) == (following.block, following.spec.group_id)
 
 
-def _planned(task: Task, block_size: int) -> Iterator[Planned]:
+def _planned(levels: Sequence[Task], level_of: Callable[[int], int], block_size: int) -> Iterator[Planned]:
     for block in itertools.count():
-        specs = task.training_specs(block, block_size)
+        level = level_of(block)
+        specs = levels[level].training_specs(block, block_size)
         sizes = Counter(spec.group_id for spec in specs)
         first = {spec.group_id: place for place, spec in reversed(list(enumerate(specs)))}
         for spec in sorted(specs, key=lambda spec: first[spec.group_id]):
-            yield Planned(spec, block, sizes[spec.group_id])
+            yield Planned(spec, block, sizes[spec.group_id], level)

@@ -171,7 +171,8 @@ class Loop:
         """What a lost run had trained this iteration on, else what the source has next."""
         planned = self.ledger.planned(iteration)
         version = self.agents.version
-        delivery = Delivery(reread(planned, self.output)) if planned else self.source.next(iteration, version)
+        again = reread(planned, self.output) if planned else None
+        delivery = self.source.next(iteration, version) if again is None else self.source.again(again)
         if delivery is not None:
             self.ledger.consume(Entry.of(iteration, version, delivery.batch, self.output))
         return delivery

@@ -56,6 +56,11 @@ class RecordedSource:
         self._given += len(batch)
         return self._deliver(batch, _ANY_VERSION)
 
+    def again(self, batch: RolloutBatch) -> Delivery:
+        """See `Source`: what comes next comes after these."""
+        self._given += self._supply.config.rollout.episodes
+        return Delivery(batch)
+
     def publish(self, agents: Agents, batch: RolloutBatch | None = None) -> None:
         """See `Source`: nobody plays."""
 

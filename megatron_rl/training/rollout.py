@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron_rl.config import RunConfig
 from megatron_rl.engines import Generation
+from megatron_rl.engines.episode_state import Repetition
 from megatron_rl.engines.episodes import EpisodeSpec, play_episodes
 from megatron_rl.engines.local import LocalEngine
 from megatron_rl.engines.tasks import Task
@@ -26,7 +30,7 @@ def my_share(specs: list[EpisodeSpec]) -> list[EpisodeSpec]:
 def play(
     config: RunConfig, engine: LocalEngine, task: Task, specs: list[EpisodeSpec], *, greedy: bool
 ) -> list[Trajectory]:
-    """Play episodes under the run's limits."""
+    """Play episodes under the run's limits, which are the same for training and for evaluation."""
     rollout = config.rollout
     return play_episodes(
         engine,
@@ -36,6 +40,7 @@ def play(
         max_action_tokens=rollout.max_action_tokens,
         context_limit=min(config.batching.token_budget, engine.model.config.max_position_embeddings),
         greedy=greedy,
+        repetition=Repetition(**rollout.repetition.model_dump()),
     )
 
 
@@ -49,12 +54,14 @@ def record(
     *,
     played: int = 0,
     more: int | None = None,
+    stamp: Mapping[str, Any] | None = None,
 ) -> Path:
     """Play this rank's share of an iteration and write it as one shard; returns the iteration's directory.
 
     Args:
         played: episodes of the iteration that earlier rounds have recorded there.
         more: episodes of this round; None: `rollout.episodes`.
+        stamp: added to the metadata of each trajectory.
 
     Raises:
         Stopped: on every rank; the run was asked to stop and nothing of the iteration was written.
@@ -74,7 +81,7 @@ def record(
         raise Stopped
     header = engine.header(task.vocabulary.fingerprint)
     # An environment that failed to start has left nothing to record.
-    recorded = [trajectory for trajectory in trajectories if len(trajectory.tokens)]
+    recorded = [replace(t, metadata={**t.metadata, **(stamp or {})}) for t in trajectories if len(t.tokens)]
     write_shard(target, header, recorded, name=f"rank-{dist.get_rank():05d}" + (f"-after-{played}" if played else ""))
     dist.barrier()
     return target

@@ -18,6 +18,7 @@ from megatron_rl.training.exchange import Exchange
 
 if TYPE_CHECKING:
     from megatron_rl.engines.vllm.pool import VllmEngine
+    from megatron_rl.engines.vllm.replica import Footprint
     from megatron_rl.engines.vllm.server import LocalServer
 
 
@@ -42,8 +43,12 @@ class RolloutEngine(AsyncTokenEngine, Protocol):
         """Serve other weights, or raise an `EngineError` or `CheckpointError` and serve the old ones on."""
         ...
 
-    async def rest(self) -> None:
-        """Leave the device until the next call or update."""
+    async def rest(self) -> Footprint | None:
+        """Leave the device until the next call or update. What that gave back; None: not measured.
+
+        Raises:
+            EngineError: it holds the device still.
+        """
         ...
 
     async def close(self) -> None:
@@ -111,7 +116,7 @@ def _options(config: RunConfig, weights: Path) -> Any:
     from megatron_rl.engines.vllm.options import VllmOptions
 
     # vLLM loads the first weights itself; the directory may be pruned later, so that name is only for the start.
-    chosen = {"model": weights, "dtype": _dtype(config), "seed": _seed(config)}
+    chosen = {"model": weights, "dtype": _dtype(config), "seed": _seed(config), "can_sleep": config.rollout.colocated}
     try:
         return VllmOptions(**{**chosen, **config.rollout.engine_options})
     except TypeError as error:
@@ -122,7 +127,15 @@ def _pool(config: RunConfig, replicas: Sequence[Any], weights: Path, version: in
     from megatron_rl.engines.vllm.pool import PoolSettings, VllmEngine
 
     settings = PoolSettings(start_timeout=config.rollout.start_timeout)
-    return VllmEngine(replicas, weights, version=version, temperature=config.rollout.temperature, settings=settings)
+    temperature = config.rollout.temperature
+    engine = VllmEngine(replicas, weights, version=version, temperature=temperature, settings=settings)
+    if config.rollout.colocated and not engine.can_rest:
+        engine.close()
+        raise ConfigError(
+            "a vLLM server cannot leave its GPU", found="rollout.colocated", expected="one with --enable-sleep-mode",
+            setting="rollout.colocated=false, or start rollout.servers with it",
+        )  # fmt: skip
+    return engine
 
 
 def _dtype(config: RunConfig) -> str:
@@ -153,11 +166,8 @@ class _Pool:
     async def update(self, weights: Path, version: int) -> None:
         await asyncio.to_thread(self._engine.load, weights, version)
 
-    async def rest(self) -> None:
-        raise ConfigError(
-            "vLLM cannot leave its device here", found="rollout.colocated", expected="devices of its own",
-            setting="rollout.colocated=false, or rollout.engine=embedded",
-        )  # fmt: skip
+    async def rest(self) -> Footprint:
+        return await asyncio.to_thread(self._engine.rest)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._engine.close)

@@ -3,7 +3,8 @@
     trainer's progress → room in the feed → episodes in flight → shards        (back-pressure, one way)
     trainer's published weights → engine, between two of its calls             (a trajectory may span versions)
 
-It can be killed and started again at any time: what it has to know lies in the run directory.
+It can be killed and started again at any time: what it has to know lies in the run directory. Its level of a curriculum
+follows from the recorded trajectories, in their order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_rl.config import RunConfig
-from megatron_rl.engines.episode_state import EpisodeLimits
+from megatron_rl.engines.curriculum import LEVEL
+from megatron_rl.engines.environments import TextEnvironment
+from megatron_rl.engines.episode_state import EpisodeLimits, Repetition
 from megatron_rl.engines.episodes import EpisodeSpec
 from megatron_rl.engines.player import PlayLimits, play
 from megatron_rl.engines.tasks import Task
@@ -26,6 +29,7 @@ from megatron_rl.errors import CheckpointError, EngineError, EngineUnavailableEr
 from megatron_rl.rollouts.schema import Trajectory
 from megatron_rl.training.exchange import Exchange, Heartbeat, Progress
 from megatron_rl.training.feed import Planned, SpecFeed
+from megatron_rl.training.levels import count_recorded, make_curriculum, training_tasks
 from megatron_rl.training.rollout_engines import RolloutEngine
 from megatron_rl.training.shard_writer import ShardWriter, recorded_ids
 
@@ -39,7 +43,7 @@ class RolloutProcess:
 
     Args:
         config: the run.
-        task: what is played.
+        task: what is evaluated, and trained on as `levels.training_tasks` says.
         engine: serving a published version.
         limit: most episodes ever recorded; None: until the trainer is done.
         alone: there is no trainer; play up to the limit with the weights as they are.
@@ -54,7 +58,10 @@ class RolloutProcess:
         rollout = config.rollout
         recorded = recorded_ids(self._exchange.stream)
         self._before = len(recorded)
-        self._feed = SpecFeed(task, rollout.episodes, recorded, limit)
+        self._levels, self._curriculum = training_tasks(config, task), make_curriculum(config)
+        self._begun_at = count_recorded(self._curriculum, self._exchange.stream) if self._curriculum else {}
+        """Levels of blocks that an earlier process recorded episodes of."""
+        self._feed = SpecFeed(self._levels, self._level_of, rollout.episodes, recorded, limit)
         self._writer = ShardWriter(
             self._exchange.stream,
             engine.header(task.vocabulary.fingerprint),
@@ -68,6 +75,8 @@ class RolloutProcess:
         self._aborted, self._trouble = 0, ""
         """Episodes without any use since the last that had some, and why."""
         self._asleep = False
+        self._footprint: dict[str, int] = {}
+        """Of the engine when it last went to sleep, for the heartbeat."""
         self._refused: tuple[int, float] | None = None
         self._evaluated = max(self._exchange.evaluations(), default=0)
 
@@ -106,11 +115,19 @@ class RolloutProcess:
         recorded = self._before + self._writer.written
         problem = problem or self._writer.problem or self._trouble
         in_flight = self._feed.begun - recorded
-        return Heartbeat(time.time_ns(), state, self._engine.version, recorded, problem, in_flight)
+        told = {"level": self._curriculum.level, "success": self._curriculum.success} if self._curriculum else {}
+        return Heartbeat(
+            time.time_ns(), state, self._engine.version, recorded, problem, in_flight, **told, **self._footprint
+        )
+
+    def _level_of(self, block: int) -> int:
+        return self._begun_at.get(block, self._curriculum.level) if self._curriculum else 0
 
     async def _play_all(self) -> None:
         """As many lanes as episodes may be in flight; returns when a limit is reached and all have ended."""
-        lanes = [asyncio.create_task(self._lane()) for _ in range(self._config.rollout.concurrency)]
+        rollout = self._config.rollout
+        starts = [rollout.stagger_seconds * place / rollout.concurrency for place in range(rollout.concurrency)]
+        lanes = [asyncio.create_task(self._lane(start)) for start in starts]
         try:
             await asyncio.gather(*lanes)
         finally:
@@ -118,8 +135,8 @@ class RolloutProcess:
                 lane.cancel()
             await asyncio.gather(*lanes, return_exceptions=True)
 
-    async def _lane(self) -> None:
-        """One episode after another, each once there is room for it."""
+    async def _lane(self, start: float) -> None:
+        """One episode after another, each once there is room for it, the first after `start` seconds."""
         place: deque[Planned] = deque()
 
         async def refill() -> None:
@@ -131,13 +148,27 @@ class RolloutProcess:
             planned = place.popleft()
             # An environment that failed to start has left nothing to record.
             if len(trajectory.tokens):
-                await self._writer.add(_stamped(trajectory, planned))
+                await self._record(trajectory, planned)
             else:
                 await self._feed.give_back()
             await refill()
 
+        def make_env(spec: EpisodeSpec) -> TextEnvironment:
+            return self._levels[place[0].level].make_env(spec)
+
+        await asyncio.sleep(start)
         await refill()
-        await play(self._engine, self._task.make_env, _specs(place), self._limits(1), finished)
+        await play(self._engine, make_env, _specs(place), self._limits(1), finished)
+
+    async def _record(self, trajectory: Trajectory, planned: Planned) -> None:
+        stamp: dict[str, int] = {"block": planned.block, "group_size": planned.group_size}
+        if self._curriculum:
+            stamp[LEVEL] = planned.level
+        stamped = dataclasses.replace(trajectory, metadata={**trajectory.metadata, **stamp})
+        if self._curriculum:
+            # In the order in which the writer takes them: a later process counts them again from the files.
+            self._curriculum.count([(stamped.metadata, stamped.outcome)])
+        await self._writer.add(stamped)
 
     def _look_at(self, trajectory: Trajectory) -> None:
         """An engine that answers nobody, or an environment that never starts, must not keep the trainer waiting."""
@@ -155,11 +186,15 @@ class RolloutProcess:
         rollout = self._config.rollout
         context = min(self._config.batching.token_budget, self._engine.context_limit)
         return PlayLimits(
-            EpisodeLimits(rollout.max_turns, rollout.max_action_tokens, context),
+            EpisodeLimits(
+                rollout.max_turns, rollout.max_action_tokens, context, Repetition(**rollout.repetition.model_dump())
+            ),
             concurrency=concurrency,
             episode_seconds=rollout.episode_timeout,
             environment_seconds=rollout.step_timeout,
             environment_threads=min(concurrency, 32),
+            engine_seconds=rollout.engine_timeout or None,
+            engine_retries=rollout.engine_retries,
         )
 
     async def _watch(self) -> None:
@@ -200,15 +235,27 @@ class RolloutProcess:
     async def _rest_when_idle(self) -> None:
         """Colocated: leave the device to the trainer once all that there was room for is on disk."""
         while True:
-            written = self._before + self._writer.written
-            idle = self._feed.starved and self._feed.begun == written and not self._due(self._engine.version)
-            if idle and not self._asleep:
-                await self._engine.rest()
-                self._asleep = True
-                self.tell("asleep")
-            elif not idle:
-                self._asleep = False
+            async with self._steady:
+                await self._rest_if_idle()
             await asyncio.sleep(WATCH_SECONDS)
+
+    async def _rest_if_idle(self) -> None:
+        written = self._before + self._writer.written
+        if not self._feed.starved or self._feed.begun != written or self._due(self._engine.version):
+            self._asleep = False
+        elif not self._asleep and self._room_is_settled():
+            if found := await self._engine.rest():
+                self._footprint = {"awake_bytes": found.awake, "asleep_bytes": found.asleep}
+            self._asleep = True
+            self.tell("asleep")
+
+    def _room_is_settled(self) -> bool:
+        """Whether nothing is to be played by these weights for now. Right after an update there is about to be, and the
+        engine was not woken to sleep at once; it is where the trainer's newest weights were refused."""
+        progress = self._exchange.progress()
+        if progress is None or progress.version != self._engine.version:
+            return progress is not None and progress.version > self._engine.version
+        return self._feed.room >= progress.taken + self._ahead
 
     async def _follow_weights(self) -> None:
         while True:
@@ -222,6 +269,8 @@ class RolloutProcess:
     async def _take_up(self, version: int, weights: Path) -> None:
         try:
             async with self._steady:
+                # It wakes to take them, or to serve the old ones on.
+                self._asleep = False
                 await self._engine.update(weights, version)
         except (EngineError, CheckpointError) as error:
             # A directory that was pruned meanwhile is not a bad one: there is a newer.
@@ -267,8 +316,3 @@ def newest(exchange: Exchange) -> tuple[int, Path] | None:
 def _specs(place: deque[Planned]) -> Iterator[EpisodeSpec]:
     while place:
         yield place[0].spec
-
-
-def _stamped(trajectory: Trajectory, planned: Planned) -> Trajectory:
-    group = {"block": planned.block, "group_size": planned.group_size}
-    return dataclasses.replace(trajectory, metadata={**trajectory.metadata, **group})

@@ -37,6 +37,14 @@ class Source(Protocol):
         """
         ...
 
+    def again(self, batch: RolloutBatch) -> Delivery:
+        """The rollouts that a lost run had trained the next iteration on, in place of `next`.
+
+        Args:
+            batch: read again from the ledger's entry.
+        """
+        ...
+
     def publish(self, agents: Agents, batch: RolloutBatch | None = None) -> None:
         """Go on with the actor's present weights, which are `agents.version`.
 
@@ -99,8 +107,11 @@ def make_source(supply: Supply, task: Task | None, agents: Agents) -> Source:
 
         return RecordedSource(supply)
     if supply.config.rollout.has_process:
+        from megatron_rl.training.levels import training_tasks
         from megatron_rl.training.stream import StreamSource
 
+        # The rollout process would refuse the same, later, and with its words in a log.
+        training_tasks(supply.config, task)
         return StreamSource(supply, agents)
     from megatron_rl.training.played import PlayedSource
 

@@ -28,6 +28,7 @@ from megatron_rl.training.canary import make_canary
 from megatron_rl.training.child import RolloutChild
 from megatron_rl.training.entrance import validated
 from megatron_rl.training.exchange import Exchange, Heartbeat, Progress
+from megatron_rl.training.levels import curriculum_metrics
 from megatron_rl.training.objective.selection import episodes_to_refill
 from megatron_rl.training.sources import Delivery, Supply
 from megatron_rl.training.state import ledger
@@ -97,7 +98,7 @@ class StreamSource:
             EngineVersionError: an engine refused the newest weights repeatedly.
         """
         started, algorithm = time.monotonic(), self._config.algorithm
-        look = self._wait(self._config.rollout.episodes, version)
+        look = self._wait(lambda: self._look_for_rows(self._config.rollout.episodes, version))
         rows, metrics, rounds = list(look.rows), {**look.metrics}, 1
         if not rows:
             return None
@@ -105,7 +106,7 @@ class StreamSource:
         # Dynamic sampling drops groups of equal rewards when the batch is scored: others are taken in their place.
         while rounds < algorithm.sampling_rounds and (more := episodes_to_refill(self._config, batch)):
             self._ask_for(more, version)
-            look = self._wait(more, version)
+            look = self._wait(lambda more=more: self._look_for_rows(more, version))
             rows, metrics, rounds = [*rows, *look.rows], metrics | look.metrics, rounds + 1
             batch = self._read(iteration, version, rows)
         self._counts[iteration], self._extra = len(rows), 0
@@ -113,6 +114,13 @@ class StreamSource:
         told = told if algorithm.dynamic_sampling else {}
         waited = {"stream/wait_seconds": time.monotonic() - started}
         return Delivery(batch, {**metrics, **staleness_metrics(batch, version), **told, **waited})
+
+    def again(self, batch: RolloutBatch) -> Delivery:
+        """See `Source`: the index gives them to nobody else."""
+        if self._config.rollout.colocated:
+            # The engine takes up the present weights on that device all the same.
+            self._wait(self._look_for_the_device)
+        return Delivery(batch)
 
     def publish(self, agents: Agents, batch: RolloutBatch | None = None) -> None:
         """See `Source`."""
@@ -143,15 +151,15 @@ class StreamSource:
         if self._child is not None:
             self._child.close(wait=complete)
 
-    def _wait(self, count: int, version: int) -> _Look:
-        """The first look that shows as many trajectories, or that there will never be."""
+    def _wait(self, look: Callable[[], _Look | None]) -> _Look:
+        """The first look that finds what it looks for, or that there will never be."""
         self._signs.expect()
         while True:
-            look = self._agree(lambda: self._look_for_rows(count, version))
-            if look.rejected is not None:
-                self._publish_again(look.rejected)
-            if look.metrics is not None:
-                return look
+            found = self._agree(look)
+            if found.rejected is not None:
+                self._publish_again(found.rejected)
+            if found.metrics is not None:
+                return found
             if self._supply.stop.agreed():
                 raise Stopped
 
@@ -199,8 +207,7 @@ class StreamSource:
         given_up = self._index.expired
         self._index.scan()
         if self._config.rollout.colocated and not self._device_is_free(version):
-            self._check_life("the engine still holds the device")
-            return None
+            return self._look_for_trouble("the engine still holds the device")
         rows = self._take(count, version)
         if not rows and self._is_stuck(heartbeat):
             self._index.give_up_partial()
@@ -214,9 +221,17 @@ class StreamSource:
             return _Look(tuple(rows), metrics=self._metrics())
         if rows:
             return _Look(tuple(rows), metrics=self._metrics())
+        return self._look_for_trouble(f"{len(self._index.waiting)} of {count} trajectories are there")
+
+    def _look_for_the_device(self) -> _Look | None:
+        if self._device_is_free(self._agents.version):
+            return _Look(metrics={})
+        return self._look_for_trouble("the engine still holds the device")
+
+    def _look_for_trouble(self, meanwhile: str) -> _Look | None:
         if (reason := self._exchange.rejection(self._agents.version)) is not None:
             return _Look(rejected=reason)
-        self._check_life(f"{len(self._index.waiting)} of {count} trajectories are there")
+        self._check_life(meanwhile)
         return None
 
     def _is_stuck(self, heartbeat: Heartbeat | None) -> bool:
@@ -265,7 +280,26 @@ class StreamSource:
             "stream/bytes_per_token": index.bytes / max(index.tokens, 1),
             "stream/trainer_peak_bytes": float(peak_bytes()),
             **self._news(),
+            **self._curriculum(),
+            **self._engine_memory(),
         }
+
+    def _engine_memory(self) -> dict[str, float]:
+        """What the engine held when it last left the device, and after that; nothing where it does not leave."""
+        heartbeat, _ = self._exchange.heartbeat()
+        if heartbeat is None or not heartbeat.awake_bytes:
+            return {}
+        return {
+            "stream/engine_awake_bytes": float(heartbeat.awake_bytes),
+            "stream/engine_asleep_bytes": float(heartbeat.asleep_bytes),
+        }
+
+    def _curriculum(self) -> dict[str, float]:
+        """What the rollout process plays now."""
+        heartbeat, _ = self._exchange.heartbeat()
+        if heartbeat is None or heartbeat.level < 0:
+            return {}
+        return curriculum_metrics(heartbeat.level, heartbeat.success)
 
     def _news(self) -> dict[str, float]:
         """The newest evaluation that was not told yet."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -94,11 +95,18 @@ class Run:
     rows: list[dict[str, float]]
 
 
+CURRICULUM = {
+    "environment": "tests.dist.graded:GradedLake",
+    "stagger_turns": 1,
+    "curriculum": {"levels": [{"distances": [1, 1]}, {"distances": [2, 2]}, {}], "promote_at": 0.05, "window": 8},
+}
+
+
 @pytest.fixture(scope="module")
 def live(ranks: RankPool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """An asynchronous run on two ranks whose trainer was killed once and started again."""
     output = tmp_path_factory.mktemp("live") / "run"
-    plain = settings(tiny, output, parallel={"expert": 2}, checkpoint={"every": 2})
+    plain = settings(tiny, output, parallel={"expert": 2}, checkpoint={"every": 2}, rollout=CURRICULUM)
     with pytest.raises(RankFailure, match="exit code 9"):
         ranks.run(train, 2, plain, 2)
     wait_for_no_process(output)
@@ -162,6 +170,19 @@ def test_nothing_was_played_twice_nor_beyond_the_room(live: Run) -> None:
     assert len(ids) <= (ITERATIONS + 3) * EPISODES
 
 
+def test_the_level_outlives_both_and_no_block_mixes_two(live: Run) -> None:
+    from megatron_rl.rollouts.store import read_batch
+
+    told = [row["curriculum/level"] for row in live.rows if "curriculum/level" in row]
+    assert told and told == sorted(told) and told[-1] >= 1
+    batch = read_batch(sorted((live.output / "rollouts/stream").glob("*/*.arrow")))
+    levels: dict[int, int] = {}
+    for metadata in batch.metadata:
+        assert levels.setdefault(metadata["block"], metadata["level"]) == metadata["level"]
+        assert metadata["start_turn"] in (0, 1)
+    assert [levels[block] for block in sorted(levels)] == sorted(levels.values()) and max(levels.values()) == 2
+
+
 def test_recorded_files_alone_train_the_same_parameters(ranks: RankPool, live: Run, tmp_path: Path, tiny: Path) -> None:
     replayed = settings(
         tiny, tmp_path / "replay", parallel={"expert": 2}, rollout={"recorded": str(live.output)}, iterations=99
@@ -188,6 +209,20 @@ def test_shards_without_a_ledger_are_cut_into_iterations(
     assert sum(sizes) == total and set(sizes[:-1]) == {20}
     again = settings(tiny, tmp_path / "foreign", rollout={"recorded": str(stream), "episodes": 20}, iterations=99)
     assert ranks.run(train, 1, again)[0] == [], "a run that goes on does not take them again"
+
+
+@pytest.mark.full
+def test_shards_without_a_ledger_go_on_after_what_a_crash_lost(
+    ranks: RankPool, live: Run, tmp_path: Path, tiny: Path
+) -> None:
+    """The newest checkpoint is lost: iteration 1 takes its trajectories again, and iteration 2 those after them."""
+    output, recorded = tmp_path / "foreign", {"recorded": str(live.output / "rollouts/stream"), "episodes": 8}
+    ranks.run(train, 1, settings(tiny, output, rollout=recorded, iterations=2, checkpoint={"every": 1}))
+    shutil.rmtree(output / "checkpoints/iteration_00000002")
+    rows = ranks.run(train, 1, settings(tiny, output, rollout=recorded, iterations=4))[0]
+    assert [row["iteration"] for row in rows] == [1, 2, 3]
+    used = [place for places in ledger_rows(output) for place in places]
+    assert len(used) == len(set(used)) == 32
 
 
 def test_recorded_training_imports_no_engine(live: Run, tiny: Path, tmp_path: Path) -> None:

@@ -67,12 +67,12 @@ def test_weights_changed_behind_our_back_do_not_serve(engine: VllmEngine, server
 
     engine._call(take_over())
     deadline = time.monotonic() + 20
-    while not engine.faults and engine._call(current_tag(engine)) != engine._weights.tag:
+    while not engine.faults and engine._call(current_tag(engine)) != engine._fleet.weights.tag:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert engine._call(engine._members[0].replica.differing(published.v0)) == []
+    assert engine._call(engine._fleet.members[0].replica.differing(published.v0)) == []
 
 
 async def current_tag(engine: VllmEngine) -> str:
     """What the server calls its weights now."""
-    return await engine._members[0].replica.tag()
+    return await engine._fleet.members[0].replica.tag()

@@ -65,12 +65,12 @@ def test_killed_server_is_restarted_and_taken_back(published: Published, tmp_pat
             player.join(600)
             assert [set(turns) for turns in found] == [{1}] * 6 and engine.faults, "killed in the middle"
             deadline = time.monotonic() + 300
-            while not all(member.serving for member in engine._members):
+            while not all(member.serving for member in engine._fleet.members):
                 assert time.monotonic() < deadline, engine.faults
                 time.sleep(0.5)
             assert group.restarts == [1] + [0] * (servers - 1)
             assert check_canary(engine, Canary.read(published.v1), max_k3=1e-6) < 1e-6
-            for member in engine._members:
+            for member in engine._fleet.members:
                 assert engine._call(member.replica.differing(published.v1)) == []
 
 

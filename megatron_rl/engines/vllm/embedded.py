@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.engines.vllm.answer import Answer, Question
-from megatron_rl.engines.vllm.options import VllmOptions, vllm_environment
-from megatron_rl.engines.vllm.remote import differences
-from megatron_rl.engines.vllm.replica import Description
+from megatron_rl.engines.vllm.options import SLEEP_LEVEL, VllmOptions, vllm_environment
+from megatron_rl.engines.vllm.remote import differences, held_bytes
+from megatron_rl.engines.vllm.replica import Description, Footprint
 from megatron_rl.errors import EngineError, EngineUnavailableError, MegatronRLError
 
 # Read by vllm when it is first imported: the engine is not to start processes of its own.
@@ -77,7 +77,9 @@ class EmbeddedReplica:
 
     async def describe(self) -> Description:
         """See `Replica`."""
-        return Description(vllm.__version__, self._engine.model_config.max_model_len)
+        states = await self._do(lambda: self._llm.collective_rpc("device_state"))
+        can_sleep = all(state["can_leave"] for state in states)
+        return Description(vllm.__version__, self._engine.model_config.max_model_len, can_sleep)
 
     async def tag(self) -> str:
         """See `Replica`."""
@@ -111,6 +113,31 @@ class EmbeddedReplica:
         call = {"path": str(directory)}
         found = await self._do(lambda: self._llm.collective_rpc("differing_parameters", kwargs=call))
         return differences(found, self.name)
+
+    async def sleep(self) -> Footprint:
+        """See `Replica`."""
+
+        def leave() -> Footprint:
+            awake = held_bytes(self._llm.collective_rpc("device_state"))
+            self._llm.sleep(level=SLEEP_LEVEL)
+            self._llm.collective_rpc("leave_device")
+            return Footprint(awake, held_bytes(self._llm.collective_rpc("device_state")))
+
+        return await self._do(leave)
+
+    async def wake(self) -> None:
+        """See `Replica`."""
+
+        def come_back() -> None:
+            self._llm.collective_rpc("return_to_device")
+            if self._engine.is_sleeping():
+                self._llm.wake_up()
+
+        await self._do(come_back)
+
+    async def sleeps(self) -> bool:
+        """See `Replica`."""
+        return await self._do(self._engine.is_sleeping)
 
     async def reseed(self, seed: int) -> None:
         """See `Replica`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_rl.engines.canary import Canary, require_canary
 from megatron_rl.engines.vllm.answer import Answer, Question
-from megatron_rl.engines.vllm.replica import Replica
+from megatron_rl.engines.vllm.replica import Footprint, Replica
 from megatron_rl.errors import EngineVersionError
 
 
@@ -28,13 +28,15 @@ class Member:
     """Invariants:
 
     * `serving` implies that `tag` named the replica's weights when last looked, after their proof.
-    * No call is in flight while weights change, so that a call's version is the one it was sent under.
+    * No call is in flight while weights change or leave, so that a call's version is the one it was sent under.
     """
 
     replica: Replica
     serving: bool = False
     mixed: bool = False
     """An update of its weights began and did not end: it may hold layers of two versions."""
+    asleep: bool = False
+    """It was sent to sleep: it holds no weights until the next `switch`, even if it was restarted since."""
     calls: set[asyncio.Task[Answer]] = field(default_factory=set)
     """In flight."""
     concern: asyncio.Event = field(default_factory=asyncio.Event)
@@ -71,7 +73,7 @@ class Member:
             await asyncio.sleep(0)
 
     async def switch(self, weights: Weights, max_k3: float, *, finish: bool = False, grace: float = 2.0) -> None:
-        """Drain, load, prove, resume. On an error it stays paused and does not serve.
+        """Drain, wake, load, prove, resume. On an error it stays paused and does not serve.
 
         Raises:
             EngineError: the replica did not take the weights, or holds others afterwards.
@@ -79,9 +81,23 @@ class Member:
         self.serving = False
         await self.drain(finish=finish, grace=grace)
         self.mixed = True
+        if self.asleep:
+            await self.replica.wake()
+            self.asleep = False
         await self.replica.load(weights.directory, weights.tag)
         self.mixed = False
         await self.prove(weights, max_k3)
+
+    async def rest(self, *, grace: float = 2.0) -> Footprint:
+        """Let calls end by themselves, then give the memory back: it serves again after a `switch`.
+
+        Raises:
+            EngineError: it does not say that it sleeps.
+        """
+        self.serving = False
+        await self.drain(finish=True, grace=grace)
+        self.asleep = True
+        return await self.replica.sleep()
 
     async def prove(self, weights: Weights, max_k3: float) -> None:
         """Compare what is held with what was published, show the canary, and serve.
@@ -103,7 +119,7 @@ class Member:
 
     async def is_as_proven(self, weights: Weights) -> bool:
         """Whether the replica answers and still calls its weights by the tag: a restarted one does not."""
-        return await self.replica.tag() == weights.tag and not self.mixed
+        return await self.replica.tag() == weights.tag and not self.mixed and not self.asleep
 
     async def close(self) -> None:
         """Withdraw calls and let go of the replica."""

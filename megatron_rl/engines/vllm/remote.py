@@ -9,7 +9,8 @@ from typing import Any
 import httpx2
 
 from megatron_rl.engines.vllm.answer import Answer, Question, decode_array
-from megatron_rl.engines.vllm.replica import Description
+from megatron_rl.engines.vllm.options import SLEEP_LEVEL
+from megatron_rl.engines.vllm.replica import Description, Footprint
 from megatron_rl.engines.vllm.server import SERVED_NAME
 from megatron_rl.errors import EngineAnswerError, EngineError, EngineUnavailableError, EngineVersionError
 
@@ -33,7 +34,7 @@ class HttpReplica:
         url: ``http://host:port``.
         timeout: seconds that one call may take.
         control_timeout: seconds that a question about its state may take.
-        load_timeout: seconds that new weights may take.
+        load_timeout: seconds that new weights, going to sleep or waking may take.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class HttpReplica:
     async def describe(self) -> Description:
         """See `Replica`."""
         version, models = await self._get("/version"), await self._get("/v1/models")
-        return Description(version["version"], models["data"][0]["max_model_len"])
+        states = await self._on_workers("device_state")
+        can_sleep = all(state["can_leave"] for state in states)
+        return Description(version["version"], models["data"][0]["max_model_len"], can_sleep)
 
     async def tag(self) -> str:
         """See `Replica`."""
@@ -112,6 +115,24 @@ class HttpReplica:
     async def differing(self, directory: Path) -> list[str]:
         """See `Replica`."""
         return differences(await self._on_workers("differing_parameters", path=str(directory)), self.name)
+
+    async def sleep(self) -> Footprint:
+        """See `Replica`."""
+        awake = held_bytes(await self._on_workers("device_state"))
+        await self._post("/sleep", params={"level": str(SLEEP_LEVEL)}, timeout=self._load)
+        await self._on_workers("leave_device")
+        return Footprint(awake, held_bytes(await self._on_workers("device_state")))
+
+    async def wake(self) -> None:
+        """See `Replica`."""
+        await self._on_workers("return_to_device")
+        await self._post("/wake_up", timeout=self._load)
+        # Waking ends the pause too, and there are no weights yet.
+        await self.pause()
+
+    async def sleeps(self) -> bool:
+        """See `Replica`. A server that is only paused says so too: it may be left from an update that broke off."""
+        return (await self._get("/is_sleeping"))["is_sleeping"]
 
     async def reseed(self, seed: int) -> None:
         """See `Replica`."""
@@ -188,6 +209,11 @@ class HttpReplica:
             return await self._client.request(method, path, **request)
         except (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError):
             return await self._client.request(method, path, **request)
+
+
+def held_bytes(workers: Sequence[Mapping[str, Any]]) -> int:
+    """Of the worker that holds most, from their `device_state`."""
+    return max(worker["held_bytes"] for worker in workers)
 
 
 def differences(workers: Sequence[Mapping[str, list[str]]], who: str) -> list[str]:

@@ -18,6 +18,20 @@ class Description:
     """Of vLLM."""
     max_model_len: int
     """Most tokens of a sequence."""
+    can_sleep: bool
+    """Whether `Replica.sleep` gives memory back: on a GPU only where vLLM was started with its sleep mode."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes before and after going to sleep, of the worker that holds most.
+
+    On a GPU: in use on the device, by anybody, as the driver counts: what is free afterwards is free for others.
+    On a CPU: resident, of the worker's process.
+    """
+
+    awake: int
+    asleep: int
 
 
 class Replica(Protocol):
@@ -55,15 +69,27 @@ class Replica(Protocol):
         ...
 
     async def load(self, directory: Path, tag: str) -> None:
-        """Replace the weights and forget every stored prefix. Only while paused."""
+        """Replace the weights and forget every stored prefix. Only while paused and awake."""
         ...
 
     async def differing(self, directory: Path) -> list[str]:
-        """Comparable parameters whose bits are not those of the directory.
+        """Comparable parameters whose bits are not those of the directory. Only while awake.
 
         Raises:
             EngineVersionError: nothing can be compared.
         """
+        ...
+
+    async def sleep(self) -> Footprint:
+        """Give back the memory of weights, keys and values, with what is in it. Only while paused."""
+        ...
+
+    async def wake(self) -> None:
+        """Have the memory again, still paused; what is in it is undefined until `load`. Nothing where it is awake."""
+        ...
+
+    async def sleeps(self) -> bool:
+        """Whether it may lack its memory. A server that was restarted does not sleep."""
         ...
 
     async def reseed(self, seed: int) -> None:

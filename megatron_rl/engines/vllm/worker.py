@@ -4,6 +4,7 @@ Invariants:
 
 * An update replaces every parameter or raises; one that raises leaves layers of two versions, but none half loaded, so
   that the next whole update repairs it.
+* Asleep, no parameter, key or value is read; awake again, none means anything before the next whole update.
 * vLLM refers to this module by name (`WORKER_EXTENSION`, `TRANSFER_BACKEND` in `options`); importing it registers the
   transfer engine.
 """
@@ -24,8 +25,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.platforms import current_platform
 
+from megatron_rl.engines.vllm.host_memory import LentMemory, resident_bytes
 from megatron_rl.engines.vllm.options import TRANSFER_BACKEND
-from megatron_rl.errors import CheckpointError
+from megatron_rl.errors import CheckpointError, EngineError
 from megatron_rl.hf.reader import SafetensorsReader
 
 
@@ -109,7 +111,38 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its workers, called through `collective_rpc`."""
+    """Methods that vLLM adds to its workers, called through `collective_rpc`.
+
+    A sleeping engine was told so by vLLM's own call, which keeps its scheduler from running; on a GPU that call also
+    gives the memory back. vLLM's workers for a CPU ignore it: there `leave_device` and `return_to_device` do it.
+    """
+
+    _lent: LentMemory | None = None
+
+    def device_state(self) -> dict[str, Any]:
+        """`held_bytes` (see `replica.Footprint`), and whether memory `can_leave`."""
+        if current_platform.is_cpu():
+            return {"held_bytes": resident_bytes(), "can_leave": True}
+        free, total = torch.accelerator.get_memory_info()
+        return {"held_bytes": total - free, "can_leave": self.vllm_config.model_config.enable_sleep_mode}
+
+    def leave_device(self) -> None:
+        """After vLLM's own sleep. On a CPU: weights, what kernels packed of them, keys and values are given back."""
+        if not current_platform.is_cpu() or self._lent:
+            return
+        model, self._lent = self.model_runner.get_model(), LentMemory()
+        for layer in model.modules():
+            if hasattr(layer, "cpu_linear"):
+                # Holds a packed copy of the weight; a reload makes a new one.
+                layer.cpu_linear = _asleep
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        caches = [layer.kv_cache for layer in layers if isinstance(getattr(layer, "kv_cache", None), Tensor)]
+        self._lent.give_back([*model.parameters(), *caches])
+
+    def return_to_device(self) -> None:
+        """Before vLLM's own waking. On a CPU: memory is there again, and zero."""
+        if self._lent:
+            self._lent.take_again()
 
     def load_directory(self, path: str) -> float:
         """A whole update in one call, which may be repeated: nothing stays begun if the caller goes away.
@@ -119,7 +152,9 @@ class WorkerExtension:
 
         Raises:
             CheckpointError: see `DirectoryTransfer.receive_weights`.
+            EngineError: asleep.
         """
+        self._require_memory()
         if self._weight_update_active:
             # An update that broke off where vLLM does not clean up would keep every later one from starting.
             self.weight_transfer_engine.abandon()
@@ -136,7 +171,11 @@ class WorkerExtension:
 
         Returns:
             `compared` and `different` names. Bits are compared, in the model's dtype.
+
+        Raises:
+            EngineError: asleep.
         """
+        self._require_memory()
         files, compared, different = SafetensorsReader(path), [], []
         for name, live in self.model_runner.get_model().named_parameters():
             if name in files and files.shape(name) == tuple(live.shape):
@@ -149,6 +188,14 @@ class WorkerExtension:
     def reseed(self, seed: str) -> None:
         """Restart the sampling stream; a string, because that is what HTTP hands over."""
         torch.manual_seed(int(seed))
+
+    def _require_memory(self) -> None:
+        if self._lent:
+            raise EngineError("a sleeping engine holds no weights")
+
+
+def _asleep(*_: Any) -> Tensor:
+    raise RuntimeError("a layer of a sleeping engine, or one that its reload forgot, is used")
 
 
 def _shapes(path: str) -> dict[str, tuple[int, ...]]:

@@ -24,6 +24,7 @@ from megatron_rl.engines.environments import (
     random_lake,
     shortest_path,
 )
+from megatron_rl.engines.tasks import make_task
 from megatron_rl.errors import ConfigError, RolloutError
 
 LAKE = ("SFF", "HFF", "FFG")
@@ -167,6 +168,30 @@ def test_random_lakes_can_be_solved_within_the_distances():
     lakes = [random_lake(rng, size=4, hole_probability=0.4, distances=(2, 4)) for _ in range(100)]
     assert {shortest_path(desc) for desc in lakes} == {2, 3, 4}
     assert len({desc[0] + desc[1] for desc in lakes}) > 90
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"distances": [5, 2]}, "distances"),
+        ({"distances": [16, 20]}, "distances"),
+        ({"size": 11}, "size"),
+        ({"distances": [14, 15]}, "distances"),
+        ({"size": 2, "evaluation_maps": 500}, "evaluation_maps"),
+        ({"size": 2, "distances": [2, 2], "hole_probability": 0.0, "evaluation_maps": 4}, "evaluation_maps"),
+    ],
+)
+def test_options_without_lakes_are_refused_instead_of_drawn_for_ever(monkeypatch, options, named):
+    """Of 2 x 2 cells without holes there are four lakes with goal and start in opposite corners: none is left over."""
+    monkeypatch.setattr("megatron_rl.engines.environments.LAKE_ATTEMPTS", 500)
+    with pytest.raises(ConfigError, match=rf"Change: .*environment_options.*\.{named}"):
+        make_task("frozen_lake", options)
+
+
+def test_all_but_one_lake_can_be_set_aside():
+    task = make_task("frozen_lake", {"size": 2, "distances": [2, 2], "hole_probability": 0.0, "evaluation_maps": 3})
+    trained = {spec.prompt_id for spec in task.training_specs(0, 20)}
+    assert len(trained) == 1 and not trained & {spec.prompt_id for spec in task.evaluation_specs(3)}
 
 
 def test_random_lakes_repeat_with_their_seed():

@@ -603,21 +603,6 @@ def test_first_observation_without_room_is_coded_not_fatal(tmp_path):
     assert assert_fit(finished, tmp_path).report.decisions == 0
 
 
-def test_starts_are_spread_over_the_stagger_time():
-    began = []
-
-    def make(spec):
-        began.append(time.monotonic())
-        return counting_environment(spec)
-
-    async def hold(_trajectory):
-        await asyncio.sleep(0.5)
-
-    limits = replace(LIMITS, concurrency=4, stagger_seconds=0.4)
-    asyncio.run(play(CountingEngine(), make, specs_of([1] * 4), limits, hold))
-    assert 0.25 < began[-1] - began[0] < 3
-
-
 @pytest.mark.parametrize(
     "change",
     [{"concurrency": 0}, {"engine_retries": -1}, {"episode_seconds": 0.0}, {"environment_threads": 0}],

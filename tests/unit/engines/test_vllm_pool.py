@@ -21,7 +21,7 @@ from megatron_rl.engines.tiny import TinyShape
 from megatron_rl.engines.vllm.affinity import Affinity
 from megatron_rl.engines.vllm.answer import Answer, Question
 from megatron_rl.engines.vllm.pool import PoolSettings, VllmEngine
-from megatron_rl.engines.vllm.replica import Description
+from megatron_rl.engines.vllm.replica import Description, Footprint
 from megatron_rl.errors import (
     CheckpointError,
     ConfigError,
@@ -37,23 +37,26 @@ FAST = PoolSettings(attempts=8, backoff=0.0, patience=5.0, health_every=0.01)
 
 
 class CountingReplica:
-    """Samples the number of the directory it holds, one token a moment; holds back calls while paused."""
+    """Samples the number of the directory it holds, one token a moment; holds back calls while paused. Asleep it holds
+    nothing, and fails whoever asks for what needs weights."""
 
     def __init__(self, name: str, directory: Path, seed: int = 0) -> None:
         self.name, self._start, self._random = name, directory, random.Random(seed)
         self.faults: list[Exception] = []
-        self.asked, self.refused = 0, set[Path]()
+        self.asked = self.slept = self.looks = 0
+        self.refused = set[Path]()
         self.restart()
 
     def restart(self) -> None:
         """Lose everything that a process loses."""
         self.held, self._tag, self._open, self.up = self._start, "default", asyncio.Event(), True
         self._open.set()
-        self._cut = asyncio.Event()
+        self._cut, self.asleep = asyncio.Event(), False
 
     def _check(self) -> None:
         if not self.up:
             raise EngineUnavailableError("down", file=self.name)
+        assert not self.asleep, "asked while asleep"
 
     async def ask(self, question: Question, temperature: float) -> Answer:
         self.asked += 1
@@ -76,17 +79,19 @@ class CountingReplica:
         return [0.0] + [-float(self.held.name)] * (len(tokens) - 1)
 
     async def describe(self) -> Description:
-        return Description("0", 64)
+        return Description("0", 64, can_sleep=True)
 
     async def tag(self) -> str:
-        self._check()
+        if not self.up:
+            raise EngineUnavailableError("down", file=self.name)
         return self._tag
 
     async def set_tag(self, tag: str) -> None:
         self._tag = tag
 
     async def pause(self) -> None:
-        self._check()
+        if not self.asleep:
+            self._check()
         self._open.clear()
         self._cut.set()
 
@@ -107,6 +112,26 @@ class CountingReplica:
     async def differing(self, directory: Path) -> list[str]:
         self._check()
         return [] if directory == self.held else ["norm"]
+
+    async def sleep(self) -> Footprint:
+        self._check()
+        assert not self._open.is_set(), "sent to sleep while calls run"
+        await asyncio.sleep(self._random.random() / 100)
+        self.held, self.asleep = Path("nothing"), True
+        self.slept += 1
+        return Footprint(100 + self.slept, 10)
+
+    async def wake(self) -> None:
+        if not self.up:
+            raise EngineUnavailableError("down", file=self.name)
+        self.asleep = False
+        self._open.clear()
+
+    async def sleeps(self) -> bool:
+        if not self.up:
+            raise EngineUnavailableError("down", file=self.name)
+        self.looks += 1
+        return self.asleep
 
     async def reseed(self, seed: int) -> None:
         self._random.seed(seed)
@@ -209,7 +234,7 @@ def test_update_that_none_takes_changes_nothing(versions: list[Path], tmp_path: 
             replica.refused = {versions[2]}
         with pytest.raises(EngineVersionError, match="version 1 serves on"):
             engine.load(versions[2], 2)
-        assert all(member.serving for member in engine._members), "taken back before the error is raised"
+        assert all(member.serving for member in engine._fleet.members), "taken back before the error is raised"
         assert engine.version == 1 and set(engine.generate([[1]], 4, [])[0].tokens.tolist()) == {1}
         with pytest.raises(EngineVersionError):
             engine.load(versions[3], 2)
@@ -231,10 +256,10 @@ def test_replica_that_fails_alone_is_left_behind_until_it_follows(versions: list
             assert set(engine.generate([[1]], 3, [])[0].tokens.tolist()) == {1}
         replicas[0].refused = set()
         deadline = 200
-        while not engine._members[0].serving and deadline:
+        while not engine._fleet.members[0].serving and deadline:
             engine._call(asyncio.sleep(0.02))
             deadline -= 1
-        assert replicas[0].held == versions[1] and engine._members[0].serving
+        assert replicas[0].held == versions[1] and engine._fleet.members[0].serving
 
 
 def test_refusal_is_not_repeated(versions: list[Path]) -> None:
@@ -255,12 +280,12 @@ def test_cancelled_call_ends_its_work(versions: list[Path]) -> None:
 
     async def give_up() -> None:
         call = asyncio.create_task(engine.agenerate([1], 63, []))
-        while not engine._members[0].calls:
+        while not engine._fleet.members[0].calls:
             await asyncio.sleep(0)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        while engine._members[0].calls:
+        while engine._fleet.members[0].calls:
             await asyncio.sleep(0.001)
 
     with engine:

@@ -116,7 +116,7 @@ class Feed:
 
     def __init__(self, size: int = 1, recorded: tuple[str, ...] = (), limit: int | None = None, room: int = 0) -> None:
         self.loop = asyncio.new_event_loop()
-        self.feed = SpecFeed(Blocks(size), 4, set(recorded), limit)
+        self.feed = SpecFeed([Blocks(size)], lambda block: 0, 4, set(recorded), limit)
         self.allow(room)
 
     def allow(self, room: int) -> None:

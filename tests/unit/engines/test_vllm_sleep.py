@@ -1,0 +1,204 @@
+"""A pool that leaves its device: nobody asks a sleeper, calls and updates wake it, it serves proven weights only."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.engines.publication import write_publication
+from megatron_rl.engines.vllm.host_memory import LentMemory, resident_bytes
+from megatron_rl.engines.vllm.options import VllmOptions
+from megatron_rl.engines.vllm.pool import PoolSettings, VllmEngine
+from megatron_rl.errors import CheckpointError, EngineUnavailableError, EngineVersionError
+from tests.unit.engines.test_vllm_pool import FAST, VERSIONS, CountingReplica, pool, versions
+
+__all__ = ["versions"]
+
+
+def said(engine: VllmEngine) -> set[int]:
+    """What an answer consists of: the number of the weights that made it."""
+    return set(engine.generate([[1, 2]], 4, [])[0].tokens.tolist())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@settings(max_examples=5)
+@given(seed=st.integers(0, 2**32), count=st.integers(1, 3))
+def test_calls_updates_and_rests_in_any_order(versions: list[Path], seed: int, count: int) -> None:
+    """A replica fails whoever asks it while it sleeps, loads before it was woken, or is sent to sleep under a call."""
+    rng = random.Random(seed)
+    engine, _ = pool(versions, count, PoolSettings(attempts=50, backoff=0, health_every=0.001))
+
+    async def episode() -> None:
+        for _ in range(6):
+            await asyncio.sleep(rng.random() / 100)
+            generation = await engine.agenerate([1] * 5, rng.randrange(1, 40), [])
+            assert set(generation.tokens.tolist()) == {generation.version}
+
+    async def play() -> None:
+        episodes = [asyncio.create_task(episode()) for _ in range(4)]
+        for version in range(1, VERSIONS):
+            await asyncio.sleep(rng.random() / 100)
+            found = await asyncio.to_thread(engine.rest)
+            assert found.awake > found.asleep == 10
+            await asyncio.sleep(rng.random() / 100)
+            await asyncio.to_thread(engine.load, versions[version], version)
+        await asyncio.gather(*episodes)
+
+    with engine:
+        asyncio.run(play())
+        assert engine.version == VERSIONS - 1 and said(engine) == {VERSIONS - 1} and not engine.faults
+
+
+def test_a_call_and_a_score_wake_it_with_the_weights_it_had(versions: list[Path]) -> None:
+    engine, replicas = pool(versions)
+    with engine:
+        engine.load(versions[1], 1)
+        engine.rest()
+        assert all(replica.asleep for replica in replicas) and engine.version == 1
+        assert said(engine) == {1} and not any(replica.asleep for replica in replicas)
+        engine.rest()
+        assert engine.score([1, 2]).tolist() == [0.0, -1.0]
+
+
+def test_an_update_wakes_it_with_the_new_weights_only(versions: list[Path]) -> None:
+    engine, (replica,) = pool(versions, 1)
+    with engine:
+        engine.rest()
+        replica.refused = {versions[0]}
+        engine.load(versions[2], 2)
+        assert said(engine) == {2}, "the old version was not loaded on the way"
+
+
+def test_a_refused_update_while_asleep_serves_the_old_version(versions: list[Path], tmp_path: Path) -> None:
+    engine, replicas = pool(versions)
+    (tmp_path / "config.json").write_text("{}")
+    write_publication(tmp_path, 2)
+    (tmp_path / "config.json").write_text("[]")
+    with engine:
+        engine.load(versions[1], 1)
+        engine.rest()
+        with pytest.raises(CheckpointError):
+            engine.load(tmp_path, 2)
+        assert all(replica.asleep for replica in replicas), "nobody is woken for a damaged directory"
+        for replica in replicas:
+            replica.refused = {versions[2]}
+        with pytest.raises(EngineVersionError, match="version 1 serves on"):
+            engine.load(versions[2], 2)
+        assert engine.version == 1 and said(engine) == {1}
+
+
+def test_looks_leave_sleepers_alone(versions: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, replicas = pool(versions)
+    with engine:
+        engine.rest()
+        start = [replica.looks for replica in replicas]
+        for replica in replicas:
+            monkeypatch.setattr(replica, "tag", None)
+        wait_until(lambda: all(r.looks > n + 3 for r, n in zip(replicas, start, strict=True)))
+        assert all(replica.asleep for replica in replicas) and not engine.faults
+
+
+def test_a_server_restarted_while_asleep_sleeps_again_and_wakes_with_the_right_weights(versions: list[Path]) -> None:
+    engine, replicas = pool(versions)
+    with engine:
+        engine.load(versions[1], 1)
+        engine.rest()
+        engine._loop.call_soon_threadsafe(replicas[0].restart)
+        wait_until(lambda: replicas[0].slept == 2)
+        assert replicas[0].asleep and said(engine) == {1}
+        engine.rest()
+        replicas[0].up = False
+        assert said(engine) == {1}, "the other one serves"
+        engine._loop.call_soon_threadsafe(replicas[0].restart)
+        wait_until(lambda: engine._fleet.members[0].serving)
+        assert replicas[0].held == versions[1]
+
+
+def test_a_server_restarted_unnoticed_is_woken_and_proven(versions: list[Path]) -> None:
+    engine, (replica,) = pool(versions, 1, PoolSettings(backoff=0.0, patience=5.0, health_every=600.0))
+    with engine:
+        engine.load(versions[1], 1)
+        engine.rest()
+        engine._loop.call_soon_threadsafe(replica.restart)
+        assert said(engine) == {1} and replica.held == versions[1]
+
+
+def test_a_replica_that_does_not_go_to_sleep_is_an_error_and_not_the_end(versions: list[Path]) -> None:
+    engine, replicas = pool(versions)
+    with engine:
+        replicas[0].up = False
+        with pytest.raises(EngineUnavailableError, match="down"):
+            engine.rest()
+        assert said(engine) == {0}
+
+
+def test_a_pool_that_finds_sleepers_gives_them_weights(versions: list[Path]) -> None:
+    """Left by a rollout process that was killed."""
+    replica = CountingReplica("left", versions[0])
+    replica.asleep, replica.held = True, Path("nothing")
+    with VllmEngine([replica], versions[1], version=1, settings=FAST) as engine:
+        assert said(engine) == {1}
+
+
+def test_a_caller_that_gives_up_while_it_wakes_does_not_leave_it_half_awake(versions: list[Path]) -> None:
+    """No look is due: whoever is left half awake must be looked at now."""
+    engine, _ = pool(versions, 3, PoolSettings(backoff=0.0, patience=5.0, health_every=600.0))
+
+    async def give_up() -> None:
+        for pause in (0.0, 0.001, 0.003, 0.008):
+            await asyncio.to_thread(engine.rest)
+            call = asyncio.create_task(engine.agenerate([1], 8, []))
+            await asyncio.sleep(pause)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert set((await engine.agenerate([1], 8, [])).tokens.tolist()) == {0}
+
+    with engine:
+        asyncio.run(asyncio.wait_for(give_up(), 20))
+        wait_until(lambda: all(member.serving for member in engine._fleet.members))
+
+
+def test_seeds_reach_sleepers(versions: list[Path]) -> None:
+    engine, replicas = pool(versions)
+    with engine:
+        engine.rest()
+        engine.reseed(1)
+        first = [replica._random.random() for replica in replicas]
+        engine.reseed(1)
+        assert first == [replica._random.random() for replica in replicas]
+
+
+def test_lent_memory_leaves_the_process_and_comes_back_zero() -> None:
+    small = [torch.full((1000,), float("nan")) for _ in range(64)]
+    large = torch.ones(8 << 20)
+    view, before = large[5:], resident_bytes()
+    lent = LentMemory()
+    lent.give_back([large, view, *small])
+    assert lent and resident_bytes() < before - large.nbytes * 0.9
+    lent.give_back([large])
+    lent.take_again()
+    assert not lent and view.numel() == (8 << 20) - 5 and not view.any() and not any(one.any() for one in small)
+    view[0] = 3
+    assert large[5] == 3, "still a view"
+
+
+def test_sleep_mode_is_asked_for_where_it_exists_and_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        assert "enable_sleep_mode" not in VllmOptions("m").arguments()
+        assert VllmOptions("m", can_sleep=True).arguments().get("enable_sleep_mode", False) == gpu
