@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import xxhash
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_rl.engines.environments import END, STRUCTURE_WORDS, Vocabulary
-from megatron_rl.engines.tiny import VOCABULARY_FILE
+from megatron_rl.engines.environments import END, STRUCTURE_WORDS, VOCABULARY_FILE, Vocabulary
 from megatron_rl.errors import ConfigError, RolloutError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Prompt = str | Sequence[Mapping[str, str]]
 """Plain text, or a conversation: `role` and `content` of each message."""
@@ -146,6 +147,9 @@ def load_codec(directory: str | Path, *, chat_template: bool = False, system: st
                 setting="chat_template=false, system=''",
             )  # fmt: skip
         return CharacterCodec(Vocabulary.load(directory / VOCABULARY_FILE))
+    # Seconds to import, and most tasks have a vocabulary of their own.
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:

@@ -31,6 +31,8 @@ from megatron_rl.errors import ConfigError, RolloutError
 
 OBSERVE, ACT, END, BLANK = "<observation>", "<act>", "<end>", "<blank>"
 STRUCTURE_WORDS = (OBSERVE, ACT, END, BLANK)
+VOCABULARY_FILE = "vocabulary.json"
+"""Beside the weights of a checkpoint whose vocabulary is not a tokenizer's."""
 
 
 class Vocabulary:

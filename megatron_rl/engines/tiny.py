@@ -8,9 +8,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_rl.engines.environments import Vocabulary
-
-VOCABULARY_FILE = "vocabulary.json"
+from megatron_rl.engines.environments import VOCABULARY_FILE, Vocabulary
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_rl.engines.codecs import load_codec
-from megatron_rl.engines.environments import Vocabulary
-from megatron_rl.engines.tiny import VOCABULARY_FILE
+from megatron_rl.engines.environments import VOCABULARY_FILE, Vocabulary
 from megatron_rl.errors import ConfigError, RolloutError
 from megatron_rl.hf.config import read_hf_config
 from megatron_rl.rollouts.imports import ImportOptions, import_dumps

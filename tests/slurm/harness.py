@@ -14,7 +14,6 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from megatron_rl.config import RunConfig, load_config
-from megatron_rl.launch.submit import JobOptions, submit_run
 from megatron_rl.rollouts.store import read_batch, trajectory_at
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,6 +136,9 @@ def submit(
     variables: dict[str, str] | None = None, **options,
 ) -> list[str]:  # fmt: skip
     """Submit a run as a user would; one rank a node unless said otherwise. Returns job ids."""
+    # Brings Megatron along, for which nobody waits who only asks for help.
+    from megatron_rl.launch.submit import JobOptions, submit_run
+
     config: RunConfig = load_config(file, [*layout, f"output={output}", *overrides])
     options = {"gpus_per_node": 1, "time": "00:20:00"} | options
     with environment(SLURM_CONF=str(cluster.conf), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", **(variables or {})):

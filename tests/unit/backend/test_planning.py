@@ -32,7 +32,14 @@ print(json.dumps(out))
 """
 
 
-@pytest.mark.parametrize(("rank", "first", "last"), [(0, True, False), (200, False, False), (511, False, True)])
+@pytest.mark.parametrize(
+    ("rank", "first", "last"),
+    [
+        pytest.param(0, True, False, marks=pytest.mark.full),
+        (200, False, False),
+        pytest.param(511, False, True, marks=pytest.mark.full),
+    ],
+)
 def test_one_rank_of_512_of_a_235b_model(rank: int, first: bool, last: bool) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(rank)], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])

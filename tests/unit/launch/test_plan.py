@@ -67,7 +67,7 @@ def test_groups_are_megatrons(tensor: int, context: int, expert: int, gpus: int)
     ("world", "layout"),
     [
         (256, {"tensor": 4, "pipeline": 8, "expert": 8, "first_stage_layers": 11, "last_stage_layers": 11}),
-        (32, {"tensor": 2, "expert": 8, "expert_tensor": 2}),
+        pytest.param(32, {"tensor": 2, "expert": 8, "expert_tensor": 2}, marks=pytest.mark.full),
     ],
 )
 def test_parameters_of_the_fullest_rank_are_those_megatron_builds(world: int, layout: dict) -> None:
