@@ -390,6 +390,20 @@ def test_other_modes_finish_within_their_bound(ranks: RankPool, tiny: Path, tmp_
 
 
 @pytest.mark.full
+def test_a_colocated_run_trains_a_lost_iteration_again(ranks: RankPool, tiny: Path, tmp_path: Path) -> None:
+    """Its rows are there, and still the trainer waits until the engine has left the device."""
+    output = tmp_path / "run"
+    plain = settings(tiny, output, iterations=4, checkpoint={"every": 2}, **MODES["colocated"])
+    with pytest.raises(RankFailure, match="exit code 9"):
+        ranks.run(train, 1, plain, 2)
+    wait_for_no_process(output)
+    rows = ranks.run(train, 1, plain)[0]
+    assert [row["iteration"] for row in rows] == [2, 3]
+    used = [place for places in ledger_rows(output) for place in places]
+    assert len(used) == len(set(used)) == 4 * EPISODES
+
+
+@pytest.mark.full
 def test_a_full_disk_holds_the_run_up_and_no_more(ranks: RankPool, tiny: Path, tmp_path: Path) -> None:
     """The rollout process may not write files of more than 4 KiB for a while."""
     import resource

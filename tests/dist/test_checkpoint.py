@@ -209,7 +209,12 @@ def largest_difference(found: dict[str, Weights], expected: dict[str, Weights]) 
 
 @pytest.mark.parametrize(
     "layout",
-    [BOTH, pytest.param(DATA, marks=pytest.mark.full), replace(TWO, dtype="bfloat16"), replace(WHOLE, dtype="bfloat16")],
+    [
+        BOTH,
+        pytest.param(DATA, marks=pytest.mark.full),
+        replace(TWO, dtype="bfloat16"),
+        pytest.param(replace(WHOLE, dtype="bfloat16"), marks=pytest.mark.full),
+    ],
     ids=lambda layout: f"{layout.name}, {layout.dtype}",
 )
 def test_the_same_layout_repeats_the_next_step_bit_for_bit(ranks, scenario, saved, layout: Layout) -> None:
