@@ -190,7 +190,7 @@ def test_servers_on_nodes_of_their_own_play_for_the_trainer(
     assert not list((output / "weights").glob("*.rejected.json"))
     assert_each_iteration_trained_once(output)
     (served,) = (output / "slurm").glob("job-*-serve.log")
-    answered = {line[:2] for line in served.read_text().splitlines() if '/generate HTTP/1.1" 200' in line}
+    answered = {line[:2] for line in served.read_text().splitlines() if '/completions HTTP/1.1" 200' in line}
     assert answered == {"0:", "1:"}, "both servers answered"
 
 
