@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from megatron_rl.engines.environments import Vocabulary
+from megatron_rl.engines.environments import Vocabulary, lake_vocabulary
 from megatron_rl.engines.publication import write_publication
 from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
 from megatron_rl.engines.vllm.options import VllmOptions, vllm_environment
@@ -83,6 +83,14 @@ def published(checkpoints: Published, request: pytest.FixtureRequest, ranks: Ran
         write_publication(path, version)
     _flip_byte(checkpoints.torn / "model.safetensors")
     return checkpoints
+
+
+def lake_model(path: Path) -> Path:
+    """A tiny policy of the frozen lake."""
+    # vLLM has no CPU kernel for smaller attention heads.
+    shape = TinyShape(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, moe_hidden_size=32)
+    write_tiny_checkpoint(path, lake_vocabulary(), shape)
+    return path
 
 
 def options(model: Path, dtype: str, **more: object) -> VllmOptions:

@@ -8,18 +8,13 @@ import pytest
 
 from tests.dist.pool import RankPool
 from tests.dist.test_async import ITERATIONS, ledger_rows, same_weights, settings, train, wait_for_no_process
+from tests.vllm.conftest import lake_model
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["vllm", "vllm_http"])
 def test_a_run_on_vllm_rollouts(ranks: RankPool, tmp_path: Path, engine: str) -> None:
-    from megatron_rl.engines.environments import lake_vocabulary
-    from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
-
-    model, output = tmp_path / "model", tmp_path / "run"
-    # vLLM has no CPU kernel for smaller attention heads.
-    shape = TinyShape(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, moe_hidden_size=32)
-    write_tiny_checkpoint(model, lake_vocabulary(), shape)
+    model, output = lake_model(tmp_path / "model"), tmp_path / "run"
     vllm = {"engine": engine, "engine_options": {"kv_cache_bytes": 64 << 20}, "restarts": 0}
     rows = ranks.run(train, 1, settings(model, output, rollout=vllm), timeout=400)[0]
     assert len(rows) == ITERATIONS

@@ -18,7 +18,7 @@ from megatron_rl.engines.vllm.remote import HttpReplica
 from megatron_rl.errors import CheckpointError, EngineError, EngineVersionError
 from tests.dist.pool import RankPool
 from tests.dist.test_async import settings, train, wait_for_no_process
-from tests.vllm.conftest import CANARY_TOKENS, Published, options
+from tests.vllm.conftest import CANARY_TOKENS, Published, lake_model, options
 from tests.vllm.test_agreement import Kept
 from tests.vllm.test_updates import holds
 
@@ -126,13 +126,7 @@ def wait_until_it_sleeps_again(engine: VllmEngine, group: ServerGroup) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["vllm", "vllm_http"])
 def test_a_run_that_takes_turns_with_its_vllm(ranks: RankPool, tmp_path: Path, engine: str) -> None:
-    from megatron_rl.engines.environments import lake_vocabulary
-    from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
-
-    model, output = tmp_path / "model", tmp_path / "run"
-    # vLLM has no CPU kernel for smaller attention heads.
-    shape = TinyShape(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, moe_hidden_size=32)
-    write_tiny_checkpoint(model, lake_vocabulary(), shape)
+    model, output = lake_model(tmp_path / "model"), tmp_path / "run"
     vllm = {"engine": engine, "engine_options": {"kv_cache_bytes": KV_BYTES}, "restarts": 0}
     turns = {"rollout": {"mode": "sync", "colocated": True, **vllm}, "parallel": {"phase_offload": True}}
     rows = ranks.run(train, 1, settings(model, output, iterations=2, **turns), timeout=400)[0]

@@ -191,7 +191,9 @@ class WorkerExtension:
 
     def _require_memory(self) -> None:
         if self._lent:
-            raise EngineError("a sleeping engine holds no weights")
+            raise EngineError(
+                "a sleeping engine holds no weights", found="asleep", expected="awake: `wake` comes first"
+            )
 
 
 def _asleep(*_: Any) -> Tensor:

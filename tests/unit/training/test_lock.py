@@ -56,8 +56,13 @@ def test_a_second_process_is_refused_until_the_first_has_crashed(tmp_path: Path)
 
 
 def test_a_process_number_that_is_used_again_is_another_process(tmp_path: Path) -> None:
+    pretend(tmp_path, host=socket.gethostname(), process=os.getppid(), started=lock._started(os.getppid()))
+    with pytest.raises(LaunchError, match=str(os.getppid())):
+        RunLock(tmp_path)
     pretend(tmp_path, host=socket.gethostname(), process=os.getppid(), started="1")
-    RunLock(tmp_path).release()
+    mine = RunLock(tmp_path)
+    assert mine.held and read_owner(tmp_path / NAME).process == os.getpid()
+    mine.release()
 
 
 def test_a_silent_host_is_dead_after_a_while(tmp_path: Path) -> None:
