@@ -30,6 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 SHAPE = {"hidden_size": 2048, "num_layers": 2, "num_heads": 32, "num_kv_heads": 4, "head_dim": 128, "num_experts": 16,
          "moe_hidden_size": 768}  # fmt: skip
 """Matrices as large as those of Qwen3-30B-A3B, only fewer: what a tensor costs beside its bytes weighs as there."""
+SETTLE = 1.0
+"""Seconds before everything that is timed. In a run an update lies between: what the server still does after a load (it
+frees what it read) is not charged to whoever comes next."""
 ONE_PROCESS = {"distributed_executor_backend": "uni"}
 STEPS = {
     "check": "compare checksums",
@@ -140,6 +143,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _timed(work: Callable):
+    time.sleep(SETTLE)
     start = time.perf_counter()
     return work(), time.perf_counter() - start
 
