@@ -103,12 +103,10 @@ def torment(soak: Soak, kinds: list[str], iterations: int) -> list[tuple[str, fl
         time.sleep(soak.draw.uniform(0, 1.5))
         starts, start = len(started(soak.output)), time.monotonic()
         getattr(soak, kind)()
+        until(lambda starts=starts: len(started(soak.output)) > starts, 300, f"a start after {kind} at {moment}")
+        # Counted now: what was asked to stop finishes its iteration first.
         rows = len(metrics(soak.output))
-        until(
-            lambda starts=starts, rows=rows: len(started(soak.output)) > starts and len(metrics(soak.output)) > rows,
-            300,
-            f"recovery from {kind} at {moment}",
-        )
+        until(lambda rows=rows: len(metrics(soak.output)) > rows, 300, f"recovery from {kind} at {moment}")
         recoveries.append((kind, time.monotonic() - start))
         print(f"iteration {moment:3}: {kind:5} recovered in {recoveries[-1][1]:.0f} s", flush=True)
     return recoveries
