@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,21 +156,30 @@ def test_a_pool_that_finds_sleepers_gives_them_weights(versions: list[Path]) -> 
         assert said(engine) == {1}
 
 
-def test_a_caller_that_gives_up_while_it_wakes_does_not_leave_it_half_awake(versions: list[Path]) -> None:
+@pytest.mark.parametrize("step", ["pause", "wake", "load", "differing", "resume"])
+def test_a_caller_that_gives_up_while_it_wakes_does_not_leave_it_half_awake(
+    versions: list[Path], monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     """No look is due: whoever is left half awake must be looked at now."""
-    engine, _ = pool(versions, 3, PoolSettings(backoff=0.0, patience=5.0, health_every=600.0))
+    engine, replicas = pool(versions, 3, PoolSettings(backoff=0.0, patience=5.0, health_every=600.0))
+    reached, does = threading.Event(), getattr(replicas[1], step)
+
+    async def hangs_once(*arguments: Any) -> Any:
+        monkeypatch.setattr(replicas[1], step, does)
+        reached.set()
+        await asyncio.Event().wait()
 
     async def give_up() -> None:
-        for pause in (0.0, 0.001, 0.003, 0.008):
-            await asyncio.to_thread(engine.rest)
-            call = asyncio.create_task(engine.agenerate([1], 8, []))
-            await asyncio.sleep(pause)
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            assert set((await engine.agenerate([1], 8, [])).tokens.tolist()) == {0}
+        call = asyncio.create_task(engine.agenerate([1], 8, []))
+        assert await asyncio.to_thread(reached.wait, 10)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert set((await engine.agenerate([1], 8, [])).tokens.tolist()) == {0}
 
     with engine:
+        engine.rest()
+        monkeypatch.setattr(replicas[1], step, hangs_once)
         asyncio.run(asyncio.wait_for(give_up(), 20))
         wait_until(lambda: all(member.serving for member in engine._fleet.members))
 
