@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import RunConfig
 from megatron_rl.engines.curriculum import LEVEL, Curriculum, TrainingTask, require_level
@@ -56,7 +57,8 @@ def curriculum_metrics(level: int, success: float | None) -> dict[str, float]:
 
 
 def count_recorded(curriculum: Curriculum, stream: Path) -> dict[int, int]:
-    """Let a new curriculum count all that lies recorded in a stream, in the order it was recorded in.
+    """Let a new curriculum count all that lies recorded in a stream, in the order it was recorded in. A row whose
+    metadata cannot be read is not counted: the trainer refuses it by `rollout.on_bad_record`.
 
     Returns:
         Block → level of its recorded episodes.
@@ -71,12 +73,20 @@ def count_recorded(curriculum: Curriculum, stream: Path) -> dict[int, int]:
         for batch in batches:
             texts, outcomes = (batch.column(name).to_pylist() for name in ("metadata", "outcome"))
             for text, outcome in zip(texts, outcomes, strict=True):
-                metadata = json.loads(text)
+                if (metadata := _readable(text)) is None:
+                    continue
                 # One at a time, as they were counted when they finished: the level may rise after each.
                 curriculum.count([(metadata, outcome)])
                 blocks |= {metadata["block"]: metadata[LEVEL]} if LEVEL in metadata else {}
     require_level(max(blocks.values(), default=0), curriculum.levels)
     return blocks
+
+
+def _readable(metadata: str | None) -> dict[str, Any] | None:
+    with suppress(ValueError, TypeError):
+        found = json.loads(metadata)
+        return found if isinstance(found, dict) else None
+    return None
 
 
 def _level(config: RunConfig, task: Task, number: int) -> Task:

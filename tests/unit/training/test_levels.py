@@ -14,6 +14,7 @@ from megatron_rl.engines.tasks import FrozenLakeTask, make_task
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollouts.store import write_shard
 from megatron_rl.training.levels import count_recorded, make_curriculum, training_tasks
+from tests.unit.rollouts.records import write_tampered
 from tests.unit.training.test_sources_stream import HEADER, trajectory
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -179,3 +180,10 @@ def test_recorded_levels_that_are_gone_are_refused(tmp_path: Path) -> None:
     write_shard(tmp_path / "0", HEADER, [trajectory("a", block=0, level=2)], name="0")
     with pytest.raises(ConfigError, match=r"level 2.*rollout\.curriculum\.levels"):
         count_recorded(make_curriculum(configured({}, {})), tmp_path)
+
+
+def test_rows_with_unreadable_metadata_are_not_counted(tmp_path: Path) -> None:
+    curriculum = make_curriculum(configured({}, {}))
+    write_tampered(tmp_path / "0", "metadata", {0: '{"level": 0', 1: "[]"})
+    write_shard(tmp_path / "1", HEADER, [trajectory("a", block=7, level=0, success=True)], name="0")
+    assert count_recorded(curriculum, tmp_path) == {7: 0} and curriculum.state()["recent"] == [True]
