@@ -24,11 +24,12 @@ from megatron_rl.training.gate import check_first_step
 from megatron_rl.training.publish import write_hf
 from megatron_rl.training.rounds import means, train_on
 from megatron_rl.training.score import score_batch
-from megatron_rl.training.sources import Delivery, Source, Supply, make_source
+from megatron_rl.training.sources import make_source
 from megatron_rl.training.state import checkpoint
 from megatron_rl.training.state.ledger import Entry, Ledger, reread
 from megatron_rl.training.state.pause import Pause, from_file
 from megatron_rl.training.state.stopping import Stopped, StopRequest
+from megatron_rl.training.supply import Delivery, Source, Supply
 from megatron_rl.training.throughput import throughput_metrics
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from megatron_rl.training.entrance import load_validated
 from megatron_rl.training.levels import curriculum_metrics, make_curriculum, training_tasks
 from megatron_rl.training.objective.selection import episodes_to_refill
 from megatron_rl.training.rollout import evaluate, record
-from megatron_rl.training.sources import Delivery, Supply
+from megatron_rl.training.supply import Delivery, Supply
 from megatron_rl.training.versions import publish
 
 

@@ -19,8 +19,8 @@ from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.rollouts.store import read_batch, read_manifest, select_rows
 from megatron_rl.training.agents import Agents
 from megatron_rl.training.entrance import validated
-from megatron_rl.training.sources import Delivery, Supply
 from megatron_rl.training.state import ledger
+from megatron_rl.training.supply import Delivery, Supply
 
 _ANY_VERSION = np.iinfo(np.int32).max
 """Versions of another run count from another beginning: none is refused as too new."""

@@ -30,11 +30,11 @@ from megatron_rl.training.entrance import validated
 from megatron_rl.training.exchange import Exchange, Heartbeat, Progress
 from megatron_rl.training.levels import curriculum_metrics
 from megatron_rl.training.objective.selection import episodes_to_refill
-from megatron_rl.training.sources import Delivery, Supply
 from megatron_rl.training.state import ledger
 from megatron_rl.training.state.ledger import Entry
 from megatron_rl.training.state.stopping import Stopped
 from megatron_rl.training.stream_index import Row, StreamIndex
+from megatron_rl.training.supply import Delivery, Supply
 from megatron_rl.training.versions import publish
 from megatron_rl.training.vital_signs import VitalSigns
 
