@@ -5,6 +5,8 @@ Invariants:
 * An update replaces every parameter or raises; one that raises leaves layers of two versions, but none half loaded, so
   that the next whole update repairs it.
 * Asleep, no parameter, key or value is read; awake again, none means anything before the next whole update.
+* Of several engine copies behind one address (`VllmOptions.data_parallel`) vLLM hands back what the first one returned,
+  but everyone's errors: what the others have to say, they raise.
 * vLLM refers to this module by name (`WORKER_EXTENSION`, `TRANSFER_BACKEND` in `options`); importing it registers the
   transfer engine.
 """
@@ -27,7 +29,7 @@ from vllm.platforms import current_platform
 
 from megatron_rl.engines.vllm.host_memory import LentMemory, resident_bytes
 from megatron_rl.engines.vllm.options import TRANSFER_BACKEND
-from megatron_rl.errors import CheckpointError, EngineError
+from megatron_rl.errors import CheckpointError, EngineError, EngineVersionError
 from megatron_rl.hf.reader import SafetensorsReader
 
 
@@ -174,6 +176,7 @@ class WorkerExtension:
 
         Raises:
             EngineError: asleep.
+            EngineVersionError: parameters of another engine copy than the first differ.
         """
         self._require_memory()
         files, compared, different = SafetensorsReader(path), [], []
@@ -183,11 +186,21 @@ class WorkerExtension:
                 stored = files.read(name, check_finite=False).to(live.device, live.dtype)
                 if not torch.equal(stored, live):
                     different.append(name)
+        if different and self._copy:
+            raise EngineVersionError(
+                f"engine copy {self._copy} holds other weights than were published",
+                file=path, field=different[0], found=f"{len(different)} parameters differ",
+            )  # fmt: skip
         return {"compared": compared, "different": different}
 
     def reseed(self, seed: str) -> None:
-        """Restart the sampling stream; a string, because that is what HTTP hands over."""
-        torch.manual_seed(int(seed))
+        """Restart the sampling stream, one for each engine copy; a string, because that is what HTTP hands over."""
+        torch.manual_seed(int(seed) + self._copy)
+
+    @property
+    def _copy(self) -> int:
+        """Number of this engine copy behind its server's address."""
+        return self.vllm_config.parallel_config.data_parallel_index
 
     def _require_memory(self) -> None:
         if self._lent:
