@@ -116,7 +116,7 @@ def _options(config: RunConfig, weights: Path) -> Any:
     from megatron_rl.engines.vllm.options import VllmOptions
 
     # vLLM loads the first weights itself; the directory may be pruned later, so that name is only for the start.
-    chosen = {"model": weights, "dtype": _dtype(config), "seed": _seed(config), "can_sleep": config.rollout.colocated}
+    chosen = {"model": weights, "dtype": _dtype(config), "can_sleep": config.rollout.colocated}
     try:
         return VllmOptions(**{**chosen, **config.rollout.engine_options})
     except TypeError as error:
@@ -126,9 +126,14 @@ def _options(config: RunConfig, weights: Path) -> Any:
 def _pool(config: RunConfig, replicas: Sequence[Any], weights: Path, version: int) -> VllmEngine:
     from megatron_rl.engines.vllm.pool import PoolSettings, VllmEngine
 
-    settings = PoolSettings(start_timeout=config.rollout.start_timeout)
-    temperature = config.rollout.temperature
-    engine = VllmEngine(replicas, weights, version=version, temperature=temperature, settings=settings)
+    engine = VllmEngine(
+        replicas,
+        weights,
+        version=version,
+        temperature=config.rollout.temperature,
+        seed=_seed(config),
+        settings=PoolSettings(start_timeout=config.rollout.start_timeout),
+    )
     if config.rollout.colocated and not engine.can_rest:
         engine.close()
         raise ConfigError(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.engines.canary import Canary, check_canary
+from megatron_rl.engines.vllm.answer import Question
 from megatron_rl.engines.vllm.keeper import ServerGroup
 from megatron_rl.engines.vllm.pool import PoolSettings, VllmEngine
 from megatron_rl.engines.vllm.remote import HttpReplica
@@ -55,6 +56,9 @@ def test_killed_server_is_restarted_and_taken_back(published: Published, tmp_pat
         replicas = [HttpReplica(url, timeout=60) for url in group.urls]
         with VllmEngine(replicas, published.v0, settings=PATIENT) as engine:
             engine.load(published.v1, 1)
+            asked = [member.ask(Question((1, 2, 3), 16, ()), 1.0) for member in engine._fleet.members]
+            answers = [tuple(engine._call(one).tokens) for one in asked]
+            assert len(set(answers)) == servers, "started alike, they do not sample alike"
             found, played = [], []
             player = threading.Thread(target=lambda: found.extend(episodes(engine, 6, played)))
             player.start()

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import numpy as np
 
 from megatron_rl.engines.publication import check_publication
 from megatron_rl.engines.vllm.member import Member, Weights
@@ -54,10 +57,12 @@ class Fleet:
         replicas: at least one.
         weights: what they hold or shall hold.
         settings: patience and bounds.
+        seed: of the replicas' sampling streams.
     """
 
-    def __init__(self, replicas: Sequence[Replica], weights: Weights, settings: PoolSettings) -> None:
-        self.members = [Member(replica) for replica in replicas]
+    def __init__(self, replicas: Sequence[Replica], weights: Weights, settings: PoolSettings, seed: int = 0) -> None:
+        streams = _streams(seed)
+        self.members = [Member(replica, next(streams)) for replica in replicas]
         self.weights, self.settings = weights, settings
         self.resting = False
         """Whether replicas sleep until the next call or update."""
@@ -127,6 +132,12 @@ class Fleet:
             with self._between_calls(resting=True):
                 found = await gather([member.rest() for member in self.members])
         return Footprint(max(one.awake for one in found), max(one.asleep for one in found))
+
+    async def reseed(self, seed: int) -> None:
+        """Begin sampling streams of another seed on every replica."""
+        for member, stream in zip(self.members, _streams(seed), strict=False):
+            member.seeds = stream
+        await gather([member.reseed() for member in self.members if member.serving or member.asleep])
 
     async def close(self) -> None:
         """Withdraw calls and let go of the replicas."""
@@ -231,6 +242,11 @@ class Fleet:
                 await member.switch(self.weights, self.settings.max_k3)
             elif not member.serving:
                 await member.prove(self.weights, self.settings.max_k3)
+
+
+def _streams(seed: int) -> Iterator[np.random.Generator]:
+    """Seeds for one replica after another. Servers that were started alike would answer alike without them."""
+    return (np.random.default_rng([seed, number]) for number in itertools.count())
 
 
 async def gather(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

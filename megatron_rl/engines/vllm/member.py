@@ -7,6 +7,8 @@ import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from megatron_rl.engines.canary import Canary, require_canary
 from megatron_rl.engines.vllm.answer import Answer, Question
 from megatron_rl.engines.vllm.replica import Footprint, Replica
@@ -28,10 +30,13 @@ class Member:
     """Invariants:
 
     * `serving` implies that `tag` named the replica's weights when last looked, after their proof.
+    * Each time it serves anew it samples a stream that no replica has sampled before, also after a restart.
     * No call is in flight while weights change or leave, so that a call's version is the one it was sent under.
     """
 
     replica: Replica
+    seeds: np.random.Generator
+    """Of its streams."""
     serving: bool = False
     mixed: bool = False
     """An update of its weights began and did not end: it may hold layers of two versions."""
@@ -53,6 +58,10 @@ class Member:
             call.cancel()
             self.calls.discard(call)
         return None if call.cancelled() else call.result()
+
+    async def reseed(self) -> None:
+        """Begin the next sampling stream."""
+        await self.replica.reseed(int(self.seeds.integers(1 << 62)))
 
     async def drain(self, *, finish: bool, grace: float) -> None:
         """Wait until nothing is in flight, with the replica paused.
@@ -100,7 +109,7 @@ class Member:
         return await self.replica.sleep()
 
     async def prove(self, weights: Weights, max_k3: float) -> None:
-        """Compare what is held with what was published, show the canary, and serve.
+        """Compare what is held with what was published, show the canary, begin a sampling stream, and serve.
 
         Raises:
             EngineVersionError: other weights.
@@ -115,6 +124,7 @@ class Member:
         if canary := Canary.read(weights.directory):
             scores = await self.replica.score(canary.tokens.tolist())
             require_canary(canary, scores, max_k3, who=self.replica.name)
+        await self.reseed()
         self.serving = True
 
     async def is_as_proven(self, weights: Weights) -> bool:

@@ -57,7 +57,6 @@ class VllmOptions:
     """No graphs, no compilation; None: where there is no GPU."""
     routes: bool = True
     """Return the experts used; False for dense models only."""
-    seed: int = 0
     can_sleep: bool = False
     """It is to leave its GPU now and then (`rollout.colocated`); on a CPU it always can."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -82,7 +81,6 @@ class VllmOptions:
             "skip_tokenizer_init": True,
             "worker_extension_cls": WORKER_EXTENSION,
             "weight_transfer_config": {"backend": TRANSFER_BACKEND},
-            "seed": self.seed,
             "disable_log_stats": True,
         }
         if self.data_parallel > 1:

@@ -47,6 +47,8 @@ class VllmEngine:
         weights: HF directory that they hold or shall hold.
         version: its version.
         temperature: logits are divided by it before sampling; greedy calls choose the arg max.
+        seed: of the sampling streams, of which each replica has one of its own, and another one after every update and
+            every restart. Which tokens are sampled also depends on which calls meet in a batch.
         settings: patience and bounds.
 
     Raises:
@@ -61,6 +63,7 @@ class VllmEngine:
         *,
         version: int = 0,
         temperature: float = 1.0,
+        seed: int = 0,
         settings: PoolSettings | None = None,
     ) -> None:
         if not replicas:
@@ -70,7 +73,7 @@ class VllmEngine:
         self.temperature, self.settings = temperature, settings or PoolSettings()
         self.model = read_hf_config(weights)
         self._run_id = uuid.uuid4().hex[:8]
-        self._fleet = Fleet(replicas, self._named(weights, version), self.settings)
+        self._fleet = Fleet(replicas, self._named(weights, version), self.settings, seed)
         self._affinity: Affinity[Member] = Affinity()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-pool", daemon=True)
@@ -146,11 +149,8 @@ class VllmEngine:
         return np.asarray(self._call(self._on_any(lambda member: member.replica.score(ids))), np.float32)
 
     def reseed(self, seed: int) -> None:
-        """Restart the sampling streams, one of its own for each replica."""
-        seeds = np.random.SeedSequence(seed).generate_state(len(self._fleet.members)).tolist()
-        members = zip(self._fleet.members, seeds, strict=True)
-        there = [member.replica.reseed(own) for member, own in members if member.serving or member.asleep]
-        self._call(gather(there))
+        """Begin the sampling streams of another seed."""
+        self._call(self._fleet.reseed(seed))
 
     def header(self, tokenizer_hash: str) -> RolloutHeader:
         """The header of rollouts recorded with this engine and this vocabulary."""

@@ -45,6 +45,7 @@ class CountingReplica:
         self.faults: list[Exception] = []
         self.asked = self.slept = self.looks = 0
         self.refused = set[Path]()
+        self.seeds: list[int] = []
         self.restart()
 
     def restart(self) -> None:
@@ -135,6 +136,7 @@ class CountingReplica:
 
     async def reseed(self, seed: int) -> None:
         self._random.seed(seed)
+        self.seeds.append(seed)
 
     async def close(self) -> None:
         self.up = False

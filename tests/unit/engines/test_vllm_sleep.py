@@ -184,6 +184,25 @@ def test_a_caller_that_gives_up_while_it_wakes_does_not_leave_it_half_awake(
         wait_until(lambda: all(member.serving for member in engine._fleet.members))
 
 
+def test_no_two_streams_are_alike(versions: list[Path]) -> None:
+    """Replicas that were started alike; an update, a sleep, a restart; another run."""
+
+    def streams(seed: int) -> list[float]:
+        replicas, found = [CountingReplica(f"r{i}", versions[0]) for i in range(2)], []
+        with VllmEngine(replicas, versions[0], seed=seed, settings=FAST) as engine:
+            found += [replica.seeds[-1] for replica in replicas]
+            engine.load(versions[1], 1)
+            found += [replica.seeds[-1] for replica in replicas]
+            engine.rest()
+            said(engine)
+            found += [replica.seeds[-1] for replica in replicas]
+            engine._loop.call_soon_threadsafe(replicas[0].restart)
+            wait_until(lambda: len(replicas[0].seeds) == 4)
+            return [*found, replicas[0].seeds[-1]]
+
+    assert streams(1) == streams(1) and len(set(streams(1) + streams(2))) == 14
+
+
 def test_seeds_reach_sleepers(versions: list[Path]) -> None:
     engine, replicas = pool(versions)
     with engine:
