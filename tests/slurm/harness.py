@@ -182,12 +182,22 @@ def until(found, seconds: float = 90, what: str = "condition"):
 
 def rank_process(job: str, rank: int) -> int | None:
     """Number of the process that is this rank of a job, as the host counts; None: there is none now."""
-    wanted = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_PROCID={rank}".encode()}
+    return _process("megatron_rl.cli", {f"SLURM_JOB_ID={job}", f"SLURM_PROCID={rank}"})
+
+
+def server_process(job: str, node: int) -> int | None:
+    """As `rank_process`: the vLLM server on this node of the component that generates."""
+    # Its port is told from the job's number: slurm/lib.sh, slurm/train_rollout.sbatch.
+    return _process("vllm.entrypoints.openai.api_server", set(), f"--port={10000 + int(job) % 20000 + 1 + node}")
+
+
+def _process(module: str, variables: set[str], *more: str) -> int | None:
+    """Of a Python that was told to run this module, with these variables and further words."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            python = Path(words[0].decode()).name.startswith("python") and b"megatron_rl.cli" in words
-            if python and wanted <= set((folder / "environ").read_bytes().split(b"\0")):
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            python = Path(words[0]).name.startswith("python") and "-m" in words[:3] and {module, *more} <= set(words)
+            if python and variables <= set((folder / "environ").read_bytes().decode(errors="replace").split("\0")):
                 return int(folder.name)
         except OSError:
             continue

@@ -32,6 +32,7 @@ from tests.slurm.harness import (
     log_text,
     metrics,
     rank_process,
+    server_process,
     submit,
     until,
     write_model,
@@ -182,6 +183,8 @@ def test_servers_on_nodes_of_their_own_play_for_the_trainer(
     )  # fmt: skip
     variables = {"MRL_PYTHON": python}
     (job,) = submit(whole, file, output, layout=layout, nodes=2, rollout_nodes=2, variables=variables)
+    until(lambda: metrics(output), 300, "the first iteration")
+    os.kill(server_process(job, node=1), signal.SIGKILL)
     assert "COMPLETED Restarts=0" in whole.wait(job, 500), log_text(output)[-5000:]
     rows = metrics(output)
     assert len(rows) == ITERATIONS
@@ -192,6 +195,7 @@ def test_servers_on_nodes_of_their_own_play_for_the_trainer(
     (served,) = (output / "slurm").glob("job-*-serve.log")
     answered = {line[:2] for line in served.read_text().splitlines() if '/completions HTTP/1.1" 200' in line}
     assert answered == {"0:", "1:"}, "both servers answered"
+    assert "1: the server ended with status 137: started again" in served.read_text()
 
 
 @pytest.mark.full

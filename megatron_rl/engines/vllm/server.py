@@ -8,6 +8,7 @@ becomes a server with everything the trainer needs switched on; what follows ``-
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from megatron_rl.engines.vllm import guard
 from megatron_rl.engines.vllm.options import VllmOptions, vllm_environment
@@ -27,6 +29,8 @@ from megatron_rl.errors import LaunchError
 
 SERVED_NAME = "policy"
 """Under which a server knows its model."""
+STEADY_SECONDS = 600.0
+"""A server that ran for so long may be restarted as often as at first."""
 _LOG_LINES = 15
 
 
@@ -107,11 +111,7 @@ class LocalServer:
         self.stop()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            command = [sys.executable, guard.__file__, *serve_command(self.options, self.port)]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log,
-                env=server_environment() | self._environment, start_new_session=True,
-            )  # fmt: skip
+            self._process = _start(serve_command(self.options, self.port), log, self._environment)
 
     def wait(self) -> None:
         """Wait until it answers.
@@ -160,14 +160,71 @@ class LocalServer:
         return LaunchError(what, file=self.log, found="\n".join([str(found), *lines]), expected=f"{self.url}/health")
 
 
+def keep(words: Sequence[str], restarts: int) -> int:
+    """Serve, and start the server again when it ends, until this process gets SIGTERM.
+
+    Args:
+        words: see `command_of`.
+        restarts: how often in a row; a server that ran for `STEADY_SECONDS` ends the row.
+
+    Returns:
+        Exit status: the last server's, 0 where the end was asked for.
+    """
+    asked, running, left = [], [], restarts
+
+    def end(*_: object) -> None:
+        asked.append(True)
+        for process in running:
+            process.terminate()
+
+    signal.signal(signal.SIGTERM, end)
+    while True:
+        began = time.monotonic()
+        running[:] = [process := _start(command_of(words))]
+        if asked:
+            process.terminate()
+        status = process.wait()
+        # The engine's processes would outlive a server that was killed, and keep its memory.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        left = restarts if time.monotonic() - began > STEADY_SECONDS else left
+        if asked or not left:
+            return 0 if asked else status
+        left -= 1
+        print(f"the server ended with status {status}: started again, {left} more times at most", flush=True)
+
+
+def _start(
+    command: Sequence[str], output: IO[bytes] | None = None, more: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a server in a process group of its own, which ends with this process."""
+    guarded = [sys.executable, guard.__file__, *command]
+    return subprocess.Popen(
+        guarded, stdin=subprocess.PIPE, stdout=output, stderr=output,
+        env=server_environment() | dict(more or {}), start_new_session=True,
+    )  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: become a server."""
-    command = command_of(sys.argv[1:] if arguments is None else arguments)
+    """Command line: become a server, or keep one."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if restarts := _chosen(words)[0].restarts:
+        sys.exit(keep(words, restarts))
+    command = command_of(words)
     os.execve(command[0], command, server_environment())
 
 
 def command_of(arguments: Sequence[str]) -> list[str]:
     """The command of a server from words of the command line."""
+    chosen, others = _chosen(arguments)
+    options = VllmOptions(
+        chosen.model, dtype=chosen.dtype, tensor_parallel=chosen.tensor_parallel, data_parallel=chosen.data_parallel
+    )
+    return [*serve_command(options, chosen.port, host=chosen.host), *others]
+
+
+def _chosen(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and vLLM's."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_rl.engines.vllm.server", description="A vLLM server.",
         epilog="After a separate --, options go to vLLM as they are and win over these.",
@@ -178,14 +235,11 @@ def command_of(arguments: Sequence[str]) -> list[str]:
     parser.add_argument("--dtype", default="bfloat16", help="of weights, keys and values")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one engine copy")
     parser.add_argument("--data-parallel", type=int, default=1, help="engine copies behind this address")
+    parser.add_argument("--restarts", type=int, default=0, help="start it again when it ends, so often in a row")
     # Cut by hand: argparse refuses words after -- where options stand between them and the model.
     words = list(arguments)
     end = words.index("--") if "--" in words else len(words)
-    chosen = parser.parse_args(words[:end])
-    options = VllmOptions(
-        chosen.model, dtype=chosen.dtype, tensor_parallel=chosen.tensor_parallel, data_parallel=chosen.data_parallel
-    )
-    return [*serve_command(options, chosen.port, host=chosen.host), *words[end + 1 :]]
+    return parser.parse_args(words[:end]), words[end + 1 :]
 
 
 if __name__ == "__main__":

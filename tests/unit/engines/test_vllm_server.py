@@ -71,6 +71,57 @@ def test_child_ends_with_its_starter(tmp_path: Path) -> None:
     assert gone(int(pid_file.read_text()))
 
 
+KEPT = """
+import sys
+from megatron_rl.engines.vllm import server
+server.serve_command = lambda *_, **__: [sys.executable, "-c", {script!r}]
+server.STEADY_SECONDS = {steady}
+server.main(["m", "--restarts", "2"])
+"""
+
+
+def kept(script: str, log: Path, steady: float = 600.0) -> subprocess.Popen[bytes]:
+    """A keeper of a server that is this script."""
+    with log.open("ab") as output:
+        return subprocess.Popen([sys.executable, "-c", KEPT.format(script=script, steady=steady)], stdout=output)
+
+
+def wait_for_lines(log: Path, count: int) -> list[str]:
+    deadline = time.monotonic() + 60
+    while len(lines := log.read_text().splitlines()) < count:
+        assert time.monotonic() < deadline, lines
+        time.sleep(0.05)
+    return lines
+
+
+def test_a_kept_server_is_restarted_so_often_in_a_row(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert kept("import sys; print('up', flush=True); sys.exit(7)", log).wait(60) == 7
+    assert log.read_text().count("up\n") == 3 and log.read_text().count("ended with status 7") == 2
+    log.unlink()
+    steady = kept("import sys; print('up', flush=True); sys.exit(7)", log, steady=0.0)
+    wait_for_lines(log, 12)
+    steady.kill()
+
+
+def test_a_kept_server_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A server that is killed has children of its own, and the keeper is asked to end or killed too."""
+    log, engine = tmp_path / "log", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {engine!r}])"
+    process = kept(script, log)
+    first = int(wait_for_lines(log, 1)[0])
+    os.kill(int(Path(f"/proc/{first}/stat").read_text().rsplit(")", 1)[1].split()[1]), signal.SIGKILL)
+    *_, second = wait_for_lines(log, 3)
+    assert gone(first)
+    process.terminate()
+    assert process.wait(30) == 0 and gone(int(second)) and len(log.read_text().splitlines()) == 3
+    process = kept(script, log)
+    *_, third = wait_for_lines(log, 4)
+    process.kill()
+    process.wait()
+    assert gone(int(third))
+
+
 def test_server_that_ends_while_starting_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys; print('no such model'); sys.exit(3)"
     monkeypatch.setattr(servers, "serve_command", lambda *_: [sys.executable, "-c", script])
