@@ -262,6 +262,20 @@ FAULTS = (
         "self._seed, name, len(row)",
         "tests/engines/test_local.py::test_a_stream_samples_the_same_whatever_shares_its_batch",
     ),
+    Fault(
+        "streams: replicas that were started alike sample alike",
+        "engines/vllm/member.py",
+        "        await self.reseed()\n",
+        "",
+        "tests/unit/engines/test_vllm_sleep.py::test_no_two_streams_are_alike",
+    ),
+    Fault(
+        "guard: what a server started outlives it",
+        "engines/vllm/guard.py",
+        "    if alone.is_set():\n",
+        "    if False:\n",
+        "tests/unit/engines/test_vllm_server.py::test_a_kept_server_leaves_nothing_behind",
+    ),
 )
 
 
