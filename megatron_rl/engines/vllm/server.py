@@ -239,7 +239,10 @@ def _chosen(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     # Cut by hand: argparse refuses words after -- where options stand between them and the model.
     words = list(arguments)
     end = words.index("--") if "--" in words else len(words)
-    return parser.parse_args(words[:end]), words[end + 1 :]
+    chosen = parser.parse_args(words[:end])
+    if chosen.restarts < 0:
+        parser.error(f"--restarts: found {chosen.restarts}, expected 0 or more (MRL_SERVER_RESTARTS in a SLURM job)")
+    return chosen, words[end + 1 :]
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ class WorkerExtension:
         if different and self._copy:
             raise EngineVersionError(
                 f"engine copy {self._copy} holds other weights than were published",
-                file=path, field=different[0], found=f"{len(different)} parameters differ",
+                file=path, field=different[0], found=f"{len(different)} parameters differ", expected="none",
             )  # fmt: skip
         return {"compared": compared, "different": different}
 

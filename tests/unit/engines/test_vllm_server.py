@@ -53,6 +53,12 @@ def test_words_after_two_dashes_go_to_vllm_and_win() -> None:
     assert command_of(["m"])[-1] != "--"
 
 
+def test_restarts_are_counted_from_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_of(["m", "--restarts", "-1"])
+    assert "--restarts: found -1, expected 0 or more" in capsys.readouterr().err
+
+
 def test_child_ends_with_its_starter(tmp_path: Path) -> None:
     """The starter is killed: it cannot tell anybody."""
     pid_file = tmp_path / "pid"
