@@ -66,7 +66,7 @@ class Run:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Metrics so far, one dict an iteration."""
-        from megatron_rl.observe.metrics import read_metrics
+        from megatron_rl.observe.sinks import read_metrics
 
         return read_metrics(self.directory)
 
@@ -169,11 +169,11 @@ def start_success(
     result = output / "cold-start.json"
     if not result.exists():
         from megatron_rl.engines.local import LocalEngine
-        from megatron_rl.engines.tasks import make_task
         from megatron_rl.engines.tiny import TinyShape
+        from megatron_rl.environments.tasks import make_task
         from megatron_rl.launch.environment import ranks
-        from megatron_rl.training.rollout import evaluate
-        from megatron_rl.training.tiny_start import cold_start
+        from megatron_rl.training.rollout_sources.sync import evaluate
+        from megatron_rl.training.warm_start import cold_start
 
         config = resolve(base, None, overrides, 1)
         task = make_task(config.rollout.environment, config.rollout.environment_options)

@@ -57,7 +57,7 @@ VLLM_INSTALL = (("make", "--no-print-directory", "setup-vllm"),)
 LANES = (
     Lane("setup", 5, (("make", "--no-print-directory", "setup"),)),
     Lane("lint", 1, ((PYTHON, "-m", "ruff", "check", "."), (PYTHON, "-m", "ruff", "format", "--check", "."))),
-    Lane("unit", 4, folders=("tests/unit", "tests/engines", "tests/gpu")),
+    Lane("unit", 4, folders=("tests/unit", "tests/gpu")),
     Lane("dist", 8, folders=("tests/dist",)),
     Lane("hf", 4, folders=("tests/hf",)),
     Lane("demo", 3, ((PYTHON, "examples/frozen_lake/demo.py", *DEMO_SMOKE),)),

@@ -60,11 +60,11 @@ def _run(output: Path, settings: list[str], demonstrations: int, cold_epochs: in
     import torch.distributed as dist
 
     from megatron_rl.config import load_config
-    from megatron_rl.engines.tasks import make_task
+    from megatron_rl.environments.tasks import make_task
     from megatron_rl.launch.environment import ranks as join_ranks
     from megatron_rl.observe.progress import TerminalWatch
-    from megatron_rl.training.loop import Loop
-    from megatron_rl.training.tiny_start import cold_start, starting_from
+    from megatron_rl.training.trainer import Loop
+    from megatron_rl.training.warm_start import cold_start, starting_from
 
     began = time.perf_counter()
     config = load_config(Path(__file__).with_name("ppo.yaml"), settings)
@@ -98,8 +98,8 @@ def _measure(config, task, output: Path, cold: Path) -> dict[str, float]:
     """Greedy success on held-out maps, each from an HF checkpoint."""
     from megatron_rl.backend import platform
     from megatron_rl.engines.local import LocalEngine
-    from megatron_rl.engines.tasks import make_task
-    from megatron_rl.training.rollout import evaluate
+    from megatron_rl.environments.tasks import make_task
+    from megatron_rl.training.rollout_sources.sync import evaluate
 
     blanked = make_task(config.rollout.environment, {**config.rollout.environment_options, "blank": True})
     plays = {

@@ -46,12 +46,12 @@ def main(
     """Run the demo; print the success curve, the ages of the tokens trained on, and the minutes it took."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from megatron_rl.config import load_config
-    from megatron_rl.engines.tasks import make_task
     from megatron_rl.engines.tiny import TinyShape
+    from megatron_rl.environments.tasks import make_task
     from megatron_rl.launch.environment import ranks
     from megatron_rl.observe.progress import TerminalWatch
-    from megatron_rl.training.loop import Loop
-    from megatron_rl.training.tiny_start import cold_start, starting_from
+    from megatron_rl.training.trainer import Loop
+    from megatron_rl.training.warm_start import cold_start, starting_from
 
     began = time.perf_counter()
     settings = [f"seed={seed}", f"iterations={iterations}", f"rollout.episodes={episodes}"]
@@ -76,7 +76,7 @@ def _success(config, task, weights: Path) -> float:
     """Greedy success on held-out maps with another engine than the one that trained."""
     from megatron_rl.backend import platform
     from megatron_rl.engines.local import LocalEngine
-    from megatron_rl.training.rollout import evaluate
+    from megatron_rl.training.rollout_sources.sync import evaluate
 
     engine = LocalEngine(weights, dtype=platform.dtype(config.model.dtype))
     return evaluate(config, engine, task, config.evaluation_episodes)

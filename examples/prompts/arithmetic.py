@@ -31,7 +31,7 @@ def main(
     largest: int = typer.Option(9, help="Largest number added."),
 ) -> None:
     """Write arithmetic.jsonl and vocabulary.json."""
-    from megatron_rl.engines.codecs import character_vocabulary
+    from megatron_rl.environments.codecs import character_vocabulary
 
     rows = arithmetic_rows(largest)
     (output / "arithmetic.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_rl.engines.environments import VOCABULARY_FILE, Vocabulary
+from megatron_rl.environments.vocabulary import VOCABULARY_FILE, Vocabulary
 
 
 @dataclass(frozen=True)

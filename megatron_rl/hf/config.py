@@ -10,7 +10,7 @@ from megatron_rl.errors import CheckpointError, ConfigError
 from megatron_rl.hf.architecture import Clamp, Latent, Rotary, Router, Window
 from megatron_rl.hf.families import FAMILIES, REFUSED
 from megatron_rl.hf.families.family import Family
-from megatron_rl.hf.files import read_json
+from megatron_rl.hf.json_files import read_json
 from megatron_rl.hf.quantised import read_scheme
 from megatron_rl.hf.settings import Settings
 from megatron_rl.hf.table import Head, Size

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.config import HFModelConfig
 from megatron_rl.hf.inventory import hf_tensors, is_stored, rule_for
-from megatron_rl.hf.layout import join, unmerge
+from megatron_rl.hf.tensor_parallel import join, unmerge
 
 
 def join_shards(canonical: str, shards: Sequence[Tensor], config: HFModelConfig) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.config import HFModelConfig
 from megatron_rl.hf.inventory import HFTensor, hf_tensors, is_stored, rule_for
-from megatron_rl.hf.layout import exact_share, merge, rank_slices
 from megatron_rl.hf.reader import SafetensorsReader
 from megatron_rl.hf.table import ParamRule
+from megatron_rl.hf.tensor_parallel import exact_share, merge, rank_slices
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import CheckpointError
-from megatron_rl.hf.files import read_json
+from megatron_rl.hf.json_files import read_json
 from megatron_rl.hf.reader import SafetensorsReader
 
 SCALE_SUFFIX = "_scale_inv"

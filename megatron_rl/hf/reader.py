@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_rl.errors import CheckpointError
-from megatron_rl.hf.files import read_json
+from megatron_rl.hf.json_files import read_json
 from megatron_rl.hf.scan import all_finite, count_non_finite
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -21,7 +21,7 @@ from megatron_rl.files import make_durable
 from megatron_rl.hf.audit import Audit, Problem
 from megatron_rl.hf.config import HFModelConfig
 from megatron_rl.hf.families import ARCHITECTURES
-from megatron_rl.hf.files import read_json
+from megatron_rl.hf.json_files import read_json
 from megatron_rl.hf.mtp import SETTING, mtp_names
 from megatron_rl.hf.quantised import open_checkpoint
 from megatron_rl.hf.reader import INDEX_FILE, SINGLE_FILE

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from megatron_rl.observe.metrics import MetricsLog
+from megatron_rl.observe.sinks import MetricsLog
 
 SHOWN = {
     "evaluation/success": "greedy success",

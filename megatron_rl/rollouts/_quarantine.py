@@ -12,7 +12,7 @@ import xxhash
 
 from megatron_rl.errors import RolloutError
 from megatron_rl.rollouts._decode import list_lengths
-from megatron_rl.rollouts._publish import publish
+from megatron_rl.rollouts._shard_files import publish
 from megatron_rl.rollouts.store import open_shard
 
 

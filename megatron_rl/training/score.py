@@ -3,32 +3,12 @@ returns."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
-from megatron_rl.backend import platform
-from megatron_rl.backend.micro_batch import MicroBatch, RouteSpec, prepare_micro_batches
-from megatron_rl.backend.model import Model
-from megatron_rl.backend.optimizer import Optimizer
-from megatron_rl.backend.step import Readout, score
-from megatron_rl.batching import (
-    MicroBatchPlan,
-    TokenStream,
-    actor_stream,
-    critic_stream,
-    decision_offsets,
-    plan_micro_batches,
-)
-from megatron_rl.config import AlgorithmConfig, RunConfig
-from megatron_rl.errors import RolloutError, RouteError
-from megatron_rl.objectives.advantages import whiten
-from megatron_rl.objectives.importance import keep_by_staleness
-from megatron_rl.objectives.rewards import overlong_filter, shape_with_kl, successor_values
-from megatron_rl.objectives.segments import repeat
-from megatron_rl.reduce import gather_slots, sum_over
-from megatron_rl.rollouts.schema import RolloutBatch
-from megatron_rl.training.agents import Agents
-from megatron_rl.training.objective.advantages import (
+from megatron_rl.algorithm.estimators import (
     Estimate,
     Timeline,
     correct_rows,
@@ -36,115 +16,31 @@ from megatron_rl.training.objective.advantages import (
     place_all_rewards,
     timeline,
 )
-from megatron_rl.training.objective.correction import accepted
-from megatron_rl.training.objective.diagnostics import (
+from megatron_rl.algorithm.metrics import (
     batch_metrics,
     mismatch_metrics,
     prompt_information_metrics,
     prompt_mean_baseline,
     staleness_metrics,
 )
-from megatron_rl.training.objective.selection import numbered, select, total_rewards
+from megatron_rl.algorithm.off_policy import accepted
+from megatron_rl.algorithm.selection import numbered, select, total_rewards
+from megatron_rl.backend import platform
+from megatron_rl.batching import (
+    TokenStream,
+    decision_offsets,
+)
+from megatron_rl.config import AlgorithmConfig
+from megatron_rl.errors import RolloutError
+from megatron_rl.objectives.advantages import whiten
+from megatron_rl.objectives.importance import keep_by_staleness
+from megatron_rl.objectives.rewards import overlong_filter, shape_with_kl, successor_values
+from megatron_rl.objectives.segments import repeat
+from megatron_rl.reduce import sum_over
+from megatron_rl.rollouts.schema import RolloutBatch
+from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.forward import decisions_of, plan, policy_logprobs, prepare, score_slots, streams
 from megatron_rl.training.records import ScoredBatch
-
-
-def readout(config: RunConfig) -> Readout:
-    """How log-probs are read: at the sampling temperature."""
-    return Readout(config.rollout.temperature, config.batching.logprob_chunk)
-
-
-def plan(agents: Agents, stream: TokenStream, rows: np.ndarray, *, budget: int | None = None) -> MicroBatchPlan:
-    """Micro-batches of these trajectories under the run's layout and token budget."""
-    layout, batching = agents.topology.config, agents.config.batching
-    return plan_micro_batches(
-        stream.lengths,
-        token_budget=budget or batching.token_budget,
-        data_ranks=agents.topology.dp,
-        cp=layout.context,
-        tp=layout.tensor,
-        cost=agents.cost,
-        count_multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
-        rows=rows,
-        pad_each_to=padded_to(agents, stream, rows),
-    )
-
-
-def padded_to(agents: Agents, stream: TokenStream, rows: np.ndarray) -> int | None:
-    """Common padded length of unpacked batching, None when packing."""
-    if agents.config.batching.packed or not len(rows):
-        return None
-    multiple = 2 * agents.topology.config.context if agents.topology.config.context > 1 else 1
-    return -(-int(stream.lengths[rows].max()) // multiple) * multiple
-
-
-def route_spec(model: Model, batch: RolloutBatch, *, replay: bool) -> RouteSpec:
-    """Recorded routes of this rank's layers; native routing for a critic or when replay is off."""
-    hf = model.hf
-    layers = {layer: hf.moe_layers.index(layer) for layer in model.registry.layers}
-
-    def recorded(row: int, indices: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        routes = batch.routes[row]
-        if routes is None:
-            file, line = batch.sources[row]
-            raise RouteError(
-                "routes are to be replayed but were not recorded", file=file, row=line, setting="replay.enabled=false"
-            )
-        return routes[indices[:, None], rows]
-
-    return RouteSpec(recorded if replay else None, layers, hf.num_experts, hf.topk)
-
-
-def prepare(
-    agents: Agents, model: Model, stream: TokenStream, batch: RolloutBatch, planned: MicroBatchPlan, rows: np.ndarray,
-    *, replay: bool, aux_weight: float | None = None,
-) -> list[MicroBatch]:  # fmt: skip
-    """This rank's micro-batches of a plan."""
-    return prepare_micro_batches(
-        stream,
-        planned,
-        agents.topology,
-        route_spec(model, batch, replay=replay),
-        pad_each_to=padded_to(agents, stream, rows),
-        aux_weight=aux_weight,
-    )
-
-
-def score_slots(
-    agents: Agents, optimizer: Optimizer, stream: TokenStream, micro_batches: list[MicroBatch], length: int
-) -> torch.Tensor:
-    """[c, slots] readings on every rank, without gradients."""
-    topology = agents.topology
-    slots, readings = score(optimizer.model, micro_batches, length, readout(agents.config))
-    return gather_slots(
-        slots,
-        readings,
-        stream.slots,
-        data_group=topology.dp_cp_group,
-        pipeline_group=topology.pp_group,
-        has_values=topology.last_stage,
-    )
-
-
-def policy_logprobs(agents: Agents, stream: TokenStream, batch: RolloutBatch, rows, *, budget=None, replay=None):
-    """[D] log-probs of the live actor weights for these trajectories, 0 for decisions of others."""
-    planned = plan(agents, stream, rows, budget=budget)
-    replay = agents.config.replay.enabled if replay is None else replay
-    parts = prepare(agents, agents.actor.model, stream, batch, planned, rows, replay=replay)
-    return score_slots(agents, agents.actor, stream, parts, planned.length)[0]
-
-
-def streams(batch: RolloutBatch) -> tuple[TokenStream, TokenStream]:
-    """What actor and critic are fed: the critic's sequences go on to the boundary of a truncation."""
-    actor = actor_stream(batch.tokens, batch.offsets, batch.action_mask)
-    critic = critic_stream(
-        batch.tokens,
-        batch.offsets,
-        batch.action_mask,
-        batch.boundary_tokens,
-        batch.boundary_offsets,
-        np.asarray(batch.truncated) & np.asarray(batch.boundary_known),
-    )
-    return actor, critic
 
 
 def score_batch(agents: Agents, batch: RolloutBatch, *, monte_carlo: bool = False) -> ScoredBatch:
@@ -179,7 +75,7 @@ def score_batch(agents: Agents, batch: RolloutBatch, *, monte_carlo: bool = Fals
         advantages = whitened
     metrics = metrics | batch_metrics(batch, rows) | estimated.metrics
     metrics |= staleness_metrics(versions, agents.version, played)
-    metrics |= prompt_information_metrics(agents, batch, rows, _native_logprobs)
+    metrics |= prompt_information_metrics(batch, rows, algorithm.information_prompts, partial(_native_logprobs, agents))
     metrics |= _divergences(anchor, reference, behaviour, kept)
     if algorithm.needs_critic:
         metrics |= prompt_mean_baseline(batch, rows)
@@ -278,10 +174,10 @@ def _divergences(anchor, reference, behaviour: torch.Tensor, kept: torch.Tensor)
     return metrics
 
 
-def _native_logprobs(agents: Agents, stream: TokenStream, rows: np.ndarray) -> torch.Tensor:
+def _native_logprobs(agents: Agents, stream: TokenStream) -> torch.Tensor:
     # A response after another's prompt may be longer than any sequence that was played.
     budget = max(agents.config.batching.token_budget, int(stream.lengths.max()))
-    return policy_logprobs(agents, stream, None, rows, budget=budget, replay=False)
+    return policy_logprobs(agents, stream, None, np.arange(len(stream.lengths)), budget=budget, replay=False)
 
 
 def _check_all_finite(batch: RolloutBatch, offsets: torch.Tensor, scores: dict[str, torch.Tensor | None]) -> None:
@@ -305,13 +201,6 @@ def _check_finite(batch: RolloutBatch, offsets: torch.Tensor, scores: torch.Tens
             expected="finite numbers",
             setting="model.path or critic_optimizer.lr: the model that scored it has diverged or was not loaded",
         )
-
-
-def decisions_of(offsets: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """bool [D]: decisions of these trajectories."""
-    chosen = torch.zeros(len(offsets) - 1, dtype=torch.bool, device=offsets.device)
-    chosen[torch.as_tensor(rows, device=offsets.device)] = True
-    return chosen.repeat_interleave(offsets.diff())
 
 
 def _values(agents: Agents, stream: TokenStream, batch, rows, decisions: int):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron_rl.backend import platform
 from megatron_rl.config import RunConfig
 from megatron_rl.hf.config import HFModelConfig
-from megatron_rl.training.agents import Agents
+from megatron_rl.training.actor_critic import Agents
 from megatron_rl.training.records import ScoredBatch
 
 

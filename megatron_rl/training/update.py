@@ -8,7 +8,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithm.metrics import mismatch_metrics
+from megatron_rl.algorithm.off_policy import accepted, importance_weights, removal_metrics
+from megatron_rl.algorithm.policy_losses import StepSegments, StepVectors, WholeStepLoss, whole_step_loss
+from megatron_rl.algorithm.step_losses import (
+    POLICY_SUMS,
+    VALUE_SUMS,
+    CoefficientTerms,
+    PolicyTerms,
+    ValueTerms,
+    loss_weights,
+)
 from megatron_rl.backend import platform
+from megatron_rl.backend.frozen import attention, step_without
 from megatron_rl.backend.micro_batch import MicroBatch
 from megatron_rl.backend.optimizer import Optimizer
 from megatron_rl.backend.replay import RouterLosses
@@ -19,21 +31,9 @@ from megatron_rl.objectives.aggregation import Rule
 from megatron_rl.objectives.segments import repeat
 from megatron_rl.reduce import from_last, sum_over
 from megatron_rl.rollouts.schema import RolloutBatch
-from megatron_rl.training.agents import Agents
-from megatron_rl.training.objective.correction import accepted, importance_weights, removal_metrics
-from megatron_rl.training.objective.diagnostics import mismatch_metrics
-from megatron_rl.training.objective.frozen import attention, step_without
-from megatron_rl.training.objective.losses import (
-    POLICY_SUMS,
-    VALUE_SUMS,
-    CoefficientTerms,
-    PolicyTerms,
-    ValueTerms,
-    loss_weights,
-)
-from megatron_rl.training.objective.surrogates import StepSegments, StepVectors, WholeStepLoss, whole_step_loss
+from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.forward import decisions_of, plan, policy_logprobs, prepare, readout, score_slots
 from megatron_rl.training.records import ScoredBatch
-from megatron_rl.training.score import decisions_of, plan, policy_logprobs, prepare, readout, score_slots
 
 
 def update_actor(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> dict[str, float]:

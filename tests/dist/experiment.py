@@ -23,9 +23,10 @@ from megatron_rl.batching import TokenStream, build_layout
 from megatron_rl.hf.config import read_hf_config
 from megatron_rl.reduce import gather_slots
 from megatron_rl.rollouts.schema import RolloutBatch
-from megatron_rl.training.agents import Agents, build_agents
+from megatron_rl.training.actor_critic import Agents, build_agents
 from megatron_rl.training.records import ScoredBatch
-from megatron_rl.training.score import plan, prepare, readout, score_batch, streams
+from megatron_rl.training.score import score_batch
+from megatron_rl.training.forward import plan, prepare, readout, streams
 from megatron_rl.training.update import update_actor, update_critic
 from tests.dist.scenario import EMPTY_ROW, SECOND_STEP, Layout, Scenario, decision_order, reordered, shuffle_order
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.engines.environments import StepResult, TextEnvironment
-from megatron_rl.engines.episodes import EpisodeSpec
-from megatron_rl.engines.tasks import FrozenLakeTask
+from megatron_rl.environments.base import StepResult, TextEnvironment
+from megatron_rl.environments.base import EpisodeSpec
+from megatron_rl.environments.frozen_lake import FrozenLakeTask
 
 
 class GradedLake(FrozenLakeTask):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron_rl.backend.replay import RouterHandle
 from megatron_rl.backend.step import train
 from megatron_rl.rollouts.schema import RolloutBatch
-from megatron_rl.training.agents import Agents
-from megatron_rl.training.score import plan, prepare, readout, streams
+from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.forward import plan, prepare, readout, streams
 from tests.dist.experiment import read, record_live, start, whole_gradients
 from tests.dist.scenario import Layout, Scenario
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import time
 
-from megatron_rl.engines.episodes import EpisodeSpec
-from megatron_rl.engines.tasks import FrozenLakeTask
+from megatron_rl.environments.base import EpisodeSpec
+from megatron_rl.environments.frozen_lake import FrozenLakeTask
 
 
 class SlowLakeTask(FrozenLakeTask):

@@ -10,8 +10,8 @@ import torch
 
 from megatron_rl.backend.anchor import main_weights
 from megatron_rl.backend.step import train
-from megatron_rl.training.agents import Agents
-from megatron_rl.training.score import plan, prepare, readout, streams
+from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.forward import plan, prepare, readout, streams
 from tests.dist import experiment
 from tests.dist import replay_cases as cases
 from tests.dist.layouts import BASELINE

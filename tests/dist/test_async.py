@@ -67,8 +67,8 @@ def train(plain: dict, die_after: int | None = None) -> list[dict[str, float]]:
     """What a rank does; a run with `rollout.recorded` gets no task."""
     from megatron_rl.backend import topology
     from megatron_rl.config import parse_config
-    from megatron_rl.engines.tasks import make_task
-    from megatron_rl.training.loop import Loop
+    from megatron_rl.environments.tasks import make_task
+    from megatron_rl.training.trainer import Loop
 
     config = parse_config(plain)
     rollout = config.rollout
@@ -80,7 +80,7 @@ def train(plain: dict, die_after: int | None = None) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from megatron_rl.engines.environments import lake_vocabulary
+    from megatron_rl.environments.frozen_lake import lake_vocabulary
     from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
 
     path = tmp_path_factory.mktemp("models") / "tiny"
@@ -229,7 +229,7 @@ def test_recorded_training_imports_no_engine(live: Run, tiny: Path, tmp_path: Pa
     config = tmp_path / "run.yaml"
     config.write_text(json.dumps(settings(tiny, tmp_path / "alone", iterations=1)))
     script = (
-        "import sys; from megatron_rl.cli import app\n"
+        "import sys; from megatron_rl.cli.app import app\n"
         f"sys.argv = ['megatron-rl', 'train', {str(config)!r}, '--rollouts', {str(live.output)!r}]\n"
         "try: app()\nexcept SystemExit as end: assert not end.code, end.code\n"
         "print([m for m in sys.modules if m.startswith(('megatron_rl.engines', 'transformers', 'vllm'))])"
@@ -248,12 +248,12 @@ def reject(plain: dict, times: int) -> tuple[int, str]:
     """A trainer whose published weights an engine refuses: how often it published, and how that ended."""
     from megatron_rl.backend import topology
     from megatron_rl.config import parse_config
-    from megatron_rl.engines.tasks import make_task
+    from megatron_rl.environments.tasks import make_task
     from megatron_rl.errors import EngineVersionError
-    from megatron_rl.training import stream
-    from megatron_rl.training.exchange import Exchange
-    from megatron_rl.training.loop import Loop
-    from megatron_rl.training.state.stopping import Stopped, StopRequest
+    from megatron_rl.training.rollout_sources import streaming as stream
+    from megatron_rl.run_dir.exchange import Exchange
+    from megatron_rl.training.trainer import Loop
+    from megatron_rl.training.stopping import Stopped, StopRequest
 
     stream.LOOK_SECONDS = 0.05
     config, stop = parse_config(plain), StopRequest()
@@ -336,7 +336,7 @@ def test_a_killed_rollout_process_is_started_again_and_repeats_nothing(
     assert len(rows) == 12 and max(row["stream/staleness_max"] for row in rows) <= 2
     used = [place for places in ledger_rows(output) for place in places]
     assert len(used) == len(set(used)) == 12 * EPISODES
-    from megatron_rl.training.shard_writer import recorded_ids
+    from megatron_rl.rollout_worker.shard_writer import recorded_ids
 
     ids = sorted(recorded_ids(output / "rollouts/stream"))
     assert ids[: 12 * EPISODES // 2] == sorted(f"train-{b:06d}-{i:05d}" for b in range(6) for i in range(EPISODES))

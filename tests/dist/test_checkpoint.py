@@ -21,12 +21,12 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 
 from megatron_rl.backend.anchor import swapped_in
-from megatron_rl.backend.checkpoint import AgentStates, load_states
+from megatron_rl.backend.sharded_checkpoint import AgentStates, load_states
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import CheckpointError
-from megatron_rl.training.state import checkpoint
-from megatron_rl.training.agents import Agents
-from megatron_rl.training.state.checkpoint import load_checkpoint, newest_complete, save_checkpoint
+from megatron_rl.training import checkpoint
+from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.checkpoint import load_checkpoint, newest_complete, save_checkpoint
 from megatron_rl.training.score import score_batch
 from megatron_rl.training.update import update_actor, update_critic
 from tests.dist.experiment import Weights, start, whole

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.backend.anchor import swapped_in
 from megatron_rl.errors import CheckpointError
-from megatron_rl.hf.conversion.plan import make_plan
-from megatron_rl.hf.conversion.run import Share, convert
+from megatron_rl.hf.conversion.output_files import make_plan
+from megatron_rl.hf.conversion.conversion import Share, convert
 from megatron_rl.hf.conversion.verify import verify
-from megatron_rl.training.state.checkpoint import save_checkpoint
-from megatron_rl.training.convert import RunSource, compare_outputs, find_checkpoint, open_source
+from megatron_rl.training.checkpoint import save_checkpoint
+from megatron_rl.training.checkpoint_source import RunSource, compare_outputs, find_checkpoint, open_source
 from megatron_rl.training.score import score_batch
 from megatron_rl.training.update import update_actor, update_critic
 from tests.dist.experiment import Weights, start, whole
@@ -89,7 +89,7 @@ def test_exchanged_gate_and_up_show_in_the_outputs_only(saved, tmp_path, ranks: 
 
 def exchanged(path: Path) -> str:
     """The error of a comparison whose Megatron side sees gate and up exchanged."""
-    from megatron_rl.training import convert as module
+    from megatron_rl.training import checkpoint_source as module
 
     original = module.outputs
 

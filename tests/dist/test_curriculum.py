@@ -29,9 +29,9 @@ GRPO = {
 def run(config, stop_at: int | None = None) -> tuple[list[dict[str, float]], dict]:
     """Metrics of the iterations completed, and the source's state; asked to stop at its `stop_at`th question."""
     from megatron_rl.backend import topology
-    from megatron_rl.engines.tasks import make_task
-    from megatron_rl.training.loop import Loop
-    from megatron_rl.training.state.stopping import Stopped, StopRequest
+    from megatron_rl.environments.tasks import make_task
+    from megatron_rl.training.trainer import Loop
+    from megatron_rl.training.stopping import Stopped, StopRequest
 
     class AtQuestion(StopRequest):
         questions = 0

@@ -42,7 +42,7 @@ SLOW = ("cispo", "evpo", "gmpo", "grpo", "gspo", "ppo", "rloo", "vc_ppo")
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from megatron_rl.engines.environments import lake_vocabulary
+    from megatron_rl.environments.frozen_lake import lake_vocabulary
     from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
 
     folder = tmp_path_factory.mktemp("recipes")
@@ -62,8 +62,8 @@ def configured(base: Path, recipe: str, output: Path, *changes: str):
 
 def make_loop(config):
     from megatron_rl.backend import topology
-    from megatron_rl.engines.tasks import make_task
-    from megatron_rl.training.loop import Loop
+    from megatron_rl.environments.tasks import make_task
+    from megatron_rl.training.trainer import Loop
     from tests.dist.test_training import _Watch
 
     watch = _Watch()
@@ -106,9 +106,9 @@ def run_vpo(config) -> tuple[dict[str, float], bool]:
     import torch.distributed as dist
 
     from megatron_rl.rollouts.store import write_shard
-    from megatron_rl.training.entrance import load_validated
-    from megatron_rl.training.rollout import my_share, play
-    from megatron_rl.training.rounds import means, train_on
+    from megatron_rl.training.rollout_sources.validation import load_validated
+    from megatron_rl.training.rollout_sources.sync import my_share, play
+    from megatron_rl.training.epochs import means, train_on
     from megatron_rl.training.score import score_batch
 
     loop, _ = make_loop(config)

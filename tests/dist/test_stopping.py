@@ -23,9 +23,9 @@ BOUNDARIES = {
 def run(config, stop_at: int | None = None) -> tuple[list[dict[str, float]], bool]:
     """Metrics of the iterations completed, and whether the run stopped at its `stop_at`th question."""
     from megatron_rl.backend import topology
-    from megatron_rl.engines.tasks import make_task
-    from megatron_rl.training.loop import Loop
-    from megatron_rl.training.state.stopping import Stopped, StopRequest
+    from megatron_rl.environments.tasks import make_task
+    from megatron_rl.training.trainer import Loop
+    from megatron_rl.training.stopping import Stopped, StopRequest
 
     class AtQuestion(StopRequest):
         """Asked to stop at one moment, by one rank only: the others must follow."""

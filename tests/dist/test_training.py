@@ -43,8 +43,8 @@ class _Watch:
 
 def _loop(config, **task):
     from megatron_rl.backend import topology
-    from megatron_rl.engines.tasks import make_task
-    from megatron_rl.training.loop import Loop
+    from megatron_rl.environments.tasks import make_task
+    from megatron_rl.training.trainer import Loop
 
     watch = _Watch()
     place = topology.initialize(config.parallel, seed=config.seed)
@@ -60,7 +60,7 @@ def train(config) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from megatron_rl.engines.environments import lake_vocabulary
+    from megatron_rl.environments.frozen_lake import lake_vocabulary
     from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
 
     path = tmp_path_factory.mktemp("models") / "tiny"
@@ -89,8 +89,8 @@ def skip_step(config) -> bool:
     import torch
 
     from megatron_rl.backend.anchor import main_weights
-    from megatron_rl.training.entrance import load_validated
-    from megatron_rl.training.rollout import record
+    from megatron_rl.training.rollout_sources.validation import load_validated
+    from megatron_rl.training.rollout_sources.sync import record
     from megatron_rl.training.score import score_batch
     from megatron_rl.training.update import update_actor, update_critic
 
@@ -120,9 +120,9 @@ def test_a_step_without_decisions_changes_nothing(ranks: RankPool, tiny: Path, t
 def gate(config, tamper: str) -> str:
     """What the gate says of freshly sampled rollouts after one thing was changed."""
     from megatron_rl.errors import ConfigError
-    from megatron_rl.training.gate import check_first_step
-    from megatron_rl.training.entrance import load_validated
-    from megatron_rl.training.rollout import record
+    from megatron_rl.training.first_step_check import check_first_step
+    from megatron_rl.training.rollout_sources.validation import load_validated
+    from megatron_rl.training.rollout_sources.sync import record
 
     loop, _ = _loop(config)
     if tamper == "temperature":
@@ -145,7 +145,7 @@ def gate(config, tamper: str) -> str:
 def load_validated_as(config, directory: Path, loop, tamper: str):
     """Reads the batch as the trainer would; a header that lies about the temperature is past the entrance already."""
     from megatron_rl.rollouts.store import read_batch
-    from megatron_rl.training.entrance import load_validated
+    from megatron_rl.training.rollout_sources.validation import load_validated
 
     if tamper == "temperature":
         return read_batch(directory), None
@@ -169,8 +169,8 @@ def test_the_gate_names_the_cause(ranks: RankPool, tiny: Path, tmp_path: Path, t
 
 
 def read_bad(config, version: int) -> int:
-    from megatron_rl.training.entrance import load_validated
-    from megatron_rl.training.rollout import record
+    from megatron_rl.training.rollout_sources.validation import load_validated
+    from megatron_rl.training.rollout_sources.sync import record
 
     loop, _ = _loop(config)
     directory = record(config, loop.source.engine, loop.task, 0, loop.output / "rollouts")

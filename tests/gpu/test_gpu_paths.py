@@ -32,8 +32,8 @@ def torchrun(case: str, ranks: int, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from megatron_rl.engines.environments import lake_vocabulary
     from megatron_rl.engines.tiny import write_tiny_checkpoint
+    from megatron_rl.environments.frozen_lake import lake_vocabulary
 
     path = tmp_path_factory.mktemp("gpu") / "tiny"
     write_tiny_checkpoint(path, lake_vocabulary())
@@ -117,7 +117,7 @@ def logprobs(path: str, kind: str) -> None:
 
 def round_trip(path: str, target: str) -> None:
     """Import under Transformer Engine's names, export again."""
-    from megatron_rl.training.publish import write_hf
+    from megatron_rl.training.weights import write_hf
 
     model, _ = _model(Path(path), "grouped")
     write_hf(model, Path(target), path)

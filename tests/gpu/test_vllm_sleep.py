@@ -27,9 +27,9 @@ class Versions:
 
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
-    from megatron_rl.engines.environments import Vocabulary
     from megatron_rl.engines.publication import write_publication
     from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
+    from megatron_rl.environments.vocabulary import Vocabulary
 
     folder, words = tmp_path_factory.mktemp("weights"), Vocabulary([f"w{i}" for i in range(96)])
     made = Versions(folder / "v0", folder / "v1")
@@ -42,9 +42,9 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
 @pytest.fixture(scope="module")
 def engine(versions: Versions) -> Iterator:
     """A pool over one engine of this process, started with sleep mode."""
-    from megatron_rl.engines.vllm.embedded import EmbeddedReplica
+    from megatron_rl.engines.vllm.engine import VllmEngine
+    from megatron_rl.engines.vllm.inprocess_replica import EmbeddedReplica
     from megatron_rl.engines.vllm.options import VllmOptions
-    from megatron_rl.engines.vllm.pool import VllmEngine
 
     sizes = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_bytes": KV_BYTES}
     executor = {"distributed_executor_backend": "uni", "gpu_memory_utilization": 0.3}

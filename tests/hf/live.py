@@ -57,7 +57,7 @@ def through_megatron(path: Path, target: Path, parallel: dict[str, Any], role: s
     import torch.distributed as dist
 
     from megatron_rl.backend.probe import next_token_readings
-    from megatron_rl.training.publish import write_hf
+    from megatron_rl.training.weights import write_hf
 
     model = build(path, parallel | {"distributed_optimizer": False}, role)
     readings = next_token_readings(model, tokens(model.hf.vocab_size))
@@ -138,8 +138,8 @@ def save(path: Path, parallel: dict[str, Any], checkpoint: Path) -> None:
     """Save a model, freshly imported, as a training checkpoint."""
     import torch.distributed as dist
 
-    from megatron_rl.backend.checkpoint import AgentStates, save_states
     from megatron_rl.backend.optimizer import build_optimizer
+    from megatron_rl.backend.sharded_checkpoint import AgentStates, save_states
     from megatron_rl.config import OptimizerConfig
 
     optimizer = build_optimizer(build(path, parallel), OptimizerConfig())
@@ -151,9 +151,9 @@ def save(path: Path, parallel: dict[str, Any], checkpoint: Path) -> None:
 
 def load(path: Path, parallel: dict[str, Any], checkpoint: Path) -> list[str]:
     """Names of tensors that a training checkpoint, loaded over a model whose weights were erased, does not restore."""
-    from megatron_rl.backend.checkpoint import AgentStates, load_states
     from megatron_rl.backend.optimizer import build_optimizer
     from megatron_rl.backend.parameters import places
+    from megatron_rl.backend.sharded_checkpoint import AgentStates, load_states
     from megatron_rl.backend.weights import export_hf
     from megatron_rl.config import OptimizerConfig
 

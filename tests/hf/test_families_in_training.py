@@ -15,11 +15,11 @@ import xxhash
 from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.audit import audit_checkpoint, settings_problems
 from megatron_rl.hf.config import read_hf_config
-from megatron_rl.hf.conversion.plan import make_plan
-from megatron_rl.hf.conversion.run import convert
+from megatron_rl.hf.conversion.conversion import convert
+from megatron_rl.hf.conversion.output_files import make_plan
 from megatron_rl.hf.logits import compare_logits
 from megatron_rl.hf.reader import SafetensorsReader
-from megatron_rl.training.convert import open_source
+from megatron_rl.training.checkpoint_source import open_source
 from tests.dist.pool import RankPool
 from tests.hf import live
 from tests.hf.models import write_model

@@ -117,8 +117,8 @@ def environment(**variables: str) -> Iterator[None]:
 
 def write_model(folder: Path, head_dim: int = 16) -> Path:
     """A tiny random policy and the YAML of a run from it; returns the YAML."""
-    from megatron_rl.engines.tasks import make_task
     from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
+    from megatron_rl.environments.tasks import make_task
 
     task = make_task("frozen_lake", {"view": "moves"})
     shape = TinyShape(

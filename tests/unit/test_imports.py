@@ -27,15 +27,24 @@ ORDER = (
     "batching",
     "hf",
     "reduce",
+    "algorithm",
     "backend",
+    "environments",
     "engines",
+    "episodes",
+    "run_dir",
+    "rollout_worker",
     "training",
     "launch",
     "observe",
     "cli",
     "__main__",
 )
-STRANGERS = {frozenset({"rollouts", "objectives"})}
+STRANGERS = {
+    frozenset({"rollouts", "objectives"}),
+    frozenset({"training", "rollout_worker"}),
+    frozenset({"algorithm", "backend"}),
+}
 OWNERS = {"megatron": {"backend"}, "vllm": {"engines"}}
 TORCH_FREE = {"config", "errors"}
 OBJECTIVES_MAY_USE = {"torch", f"{PACKAGE}.errors", f"{PACKAGE}.objectives"}
@@ -103,7 +112,7 @@ def test_every_folder_with_modules_is_a_package() -> None:
 @pytest.mark.parametrize(
     ("file", "source", "reason"),
     [
-        ("training/loop.py", "from megatron.core import parallel_state", "only backend"),
+        ("training/trainer.py", "from megatron.core import parallel_state", "only backend"),
         ("hf/convert.py", "def f():\n    import megatron.core", "only backend"),
         ("backend/step.py", "import vllm", "only engines"),
         ("rollouts/store.py", "from megatron_rl.objectives.policy import loss", "do not know each other"),
@@ -125,7 +134,7 @@ def test_breach_is_seen(tmp_path: Path, file: str, source: str, reason: str) -> 
     ("file", "source"),
     [
         ("backend/model.py", "from megatron.core import parallel_state"),
-        ("training/loop.py", "from ..backend import step\nfrom .score import score\nimport numpy, torch"),
+        ("training/trainer.py", "from ..backend import step\nfrom .score import score\nimport numpy, torch"),
         ("objectives/policy.py", "import math\nimport torch.nn.functional\nfrom megatron_rl.errors import ConfigError"),
         ("objectives/policy.py", "from .value import loss"),
         ("batching/packing.py", "from megatron_rl.rollouts.schema import RolloutBatch"),

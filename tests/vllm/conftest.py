@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from megatron_rl.engines.environments import Vocabulary, lake_vocabulary
 from megatron_rl.engines.publication import write_publication
 from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
 from megatron_rl.engines.vllm.options import VllmOptions, vllm_environment
 from megatron_rl.engines.vllm.server import LocalServer
+from megatron_rl.environments.frozen_lake import lake_vocabulary
+from megatron_rl.environments.vocabulary import Vocabulary
 from tests.vllm import trainer
 from tests.vllm.proxy import FaultProxy
 
 if TYPE_CHECKING:
-    from megatron_rl.engines.vllm.embedded import EmbeddedReplica
+    from megatron_rl.engines.vllm.inprocess_replica import EmbeddedReplica
     from tests.dist.pool import RankPool
 
 VOCAB = 96
@@ -103,7 +104,7 @@ def options(model: Path, dtype: str, **more: object) -> VllmOptions:
 @pytest.fixture(scope="session")
 def embedded(published: Published) -> EmbeddedReplica:
     """A float32 engine in this process. Tests leave its weights as they like; a pool brings its own."""
-    from megatron_rl.engines.vllm.embedded import EmbeddedReplica
+    from megatron_rl.engines.vllm.inprocess_replica import EmbeddedReplica
 
     return EmbeddedReplica(options(published.v0, "float32"))
 

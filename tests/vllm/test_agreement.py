@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.engines.canary import Canary, check_canary, mean_k3
-from megatron_rl.engines.vllm.pool import VllmEngine
-from megatron_rl.engines.vllm.remote import HttpReplica
+from megatron_rl.engines.vllm.engine import VllmEngine
+from megatron_rl.engines.vllm.http_replica import HttpReplica
 from megatron_rl.rollouts.store import read_batch
 from megatron_rl.rollouts.validate import validate
 from tests.vllm import trainer

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_rl.engines.vllm.engine import PoolSettings, VllmEngine
 from megatron_rl.engines.vllm.host_memory import resident_bytes
-from megatron_rl.engines.vllm.keeper import ServerGroup
-from megatron_rl.engines.vllm.pool import PoolSettings, VllmEngine
-from megatron_rl.engines.vllm.remote import HttpReplica
+from megatron_rl.engines.vllm.http_replica import HttpReplica
+from megatron_rl.engines.vllm.server_group import ServerGroup
 from megatron_rl.errors import CheckpointError, EngineError, EngineVersionError
 from tests.dist.pool import RankPool
 from tests.dist.test_async import settings, train, wait_for_no_process

@@ -12,8 +12,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_rl.engines.publication import write_publication
-from megatron_rl.engines.vllm.pool import PoolSettings, VllmEngine
-from megatron_rl.engines.vllm.remote import HttpReplica
+from megatron_rl.engines.vllm.engine import PoolSettings, VllmEngine
+from megatron_rl.engines.vllm.http_replica import HttpReplica
 from megatron_rl.engines.vllm.server import SERVED_NAME, LocalServer
 from megatron_rl.errors import EngineVersionError
 from tests.vllm.conftest import VOCAB, options

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_rl.engines.vllm.pool import PoolSettings, VllmEngine
-from megatron_rl.engines.vllm.remote import HttpReplica
+from megatron_rl.engines.vllm.engine import PoolSettings, VllmEngine
+from megatron_rl.engines.vllm.http_replica import HttpReplica
 from megatron_rl.errors import EngineAnswerError, EngineError, EngineUnavailableError, EngineVersionError
 from tests.vllm import proxy as faults
 from tests.vllm.conftest import Published

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.engines.canary import Canary, require_canary
-from megatron_rl.engines.vllm.remote import HttpReplica
+from megatron_rl.engines.vllm.http_replica import HttpReplica
 from megatron_rl.engines.vllm.server import LocalServer, free_port
 from tests.vllm.conftest import CANARY_TOKENS, Published, options
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from megatron_rl.engines.canary import Canary, check_canary
-from megatron_rl.engines.vllm.answer import Question
-from megatron_rl.engines.vllm.keeper import ServerGroup
-from megatron_rl.engines.vllm.pool import PoolSettings, VllmEngine
-from megatron_rl.engines.vllm.remote import HttpReplica
+from megatron_rl.engines.vllm.completion import Question
+from megatron_rl.engines.vllm.engine import PoolSettings, VllmEngine
+from megatron_rl.engines.vllm.http_replica import HttpReplica
 from megatron_rl.engines.vllm.server import LocalServer
+from megatron_rl.engines.vllm.server_group import ServerGroup
 from megatron_rl.errors import LaunchError
 from tests.vllm.conftest import VOCAB, Published, options
 

@@ -12,8 +12,8 @@ import pytest
 from megatron_rl.engines import Generation
 from megatron_rl.engines.canary import Canary, mean_k3
 from megatron_rl.engines.local import LocalEngine
-from megatron_rl.engines.vllm.pool import PoolSettings, VllmEngine
-from megatron_rl.engines.vllm.remote import HttpReplica
+from megatron_rl.engines.vllm.engine import PoolSettings, VllmEngine
+from megatron_rl.engines.vllm.http_replica import HttpReplica
 from megatron_rl.errors import CheckpointError, EngineVersionError
 from tests.vllm.conftest import CANARY_TOKENS, Published
 from tests.vllm.proxy import FaultProxy

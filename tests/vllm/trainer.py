@@ -46,7 +46,7 @@ def score_recorded(checkpoint: str, directory: str, dtype: str, temperature: flo
 def canary(checkpoint: str, tokens: list[int]) -> Canary:
     """The trainer's canary for a checkpoint: log-probs of fixed tokens at temperature 1, in float32."""
     from megatron_rl.batching import actor_stream
-    from megatron_rl.training.score import policy_logprobs
+    from megatron_rl.training.forward import policy_logprobs
 
     agents = _agents(checkpoint, "float32", 1.0)
     ids, n = np.asarray(tokens, np.int32), len(tokens)
@@ -58,7 +58,7 @@ def canary(checkpoint: str, tokens: list[int]) -> Canary:
 def _agents(checkpoint: str, dtype: str, temperature: float):
     from megatron_rl.backend.topology import initialize
     from megatron_rl.config import parse_config
-    from megatron_rl.training.agents import build_agents
+    from megatron_rl.training.actor_critic import build_agents
 
     config = parse_config(
         dict(model=dict(path=checkpoint, dtype=dtype), rollout=dict(temperature=temperature), replay=dict(enabled=True))
@@ -67,7 +67,7 @@ def _agents(checkpoint: str, dtype: str, temperature: float):
 
 
 def _stream(batch):
-    from megatron_rl.training.score import streams
+    from megatron_rl.training.forward import streams
 
     return streams(batch)[0]
 

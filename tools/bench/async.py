@@ -25,7 +25,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_rl.engines.tasks import FrozenLakeTask  # noqa: E402
+from megatron_rl.environments.frozen_lake import FrozenLakeTask
 
 CV = 2.0
 WARM_UP = 4
@@ -97,8 +97,8 @@ def main(
 
 
 def _settings(folder: Path, bound: int, iterations: int, episodes: int, latency: float) -> dict:
-    from megatron_rl.engines.environments import lake_vocabulary
     from megatron_rl.engines.tiny import write_tiny_checkpoint
+    from megatron_rl.environments.frozen_lake import lake_vocabulary
 
     model = folder / "model"
     if not model.exists():
@@ -128,8 +128,8 @@ def _settings(folder: Path, bound: int, iterations: int, episodes: int, latency:
 
 def _run(plain: dict, topology) -> list[dict[str, float]]:
     from megatron_rl.config import parse_config
-    from megatron_rl.engines.tasks import make_task
-    from megatron_rl.training.loop import Loop
+    from megatron_rl.environments.tasks import make_task
+    from megatron_rl.training.trainer import Loop
 
     config, watch = parse_config(plain), _Quiet()
     task = make_task(config.rollout.environment, config.rollout.environment_options)

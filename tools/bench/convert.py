@@ -204,9 +204,9 @@ def read(source: Path) -> Iterator[Callable[[], None]]:
 @contextlib.contextmanager
 def import_model(source: Path) -> Iterator[Callable[[], None]]:
     """Fill a built model."""
-    from megatron_rl.backend.logits import one_rank
     from megatron_rl.backend.model import Model, build_chunks, transformer_config
     from megatron_rl.backend.replay import RouteRegistry
+    from megatron_rl.backend.sequence_outputs import one_rank
     from megatron_rl.backend.weights import import_hf
     from megatron_rl.config import ParallelConfig, PerformanceConfig
     from megatron_rl.hf.config import read_hf_config
@@ -222,8 +222,8 @@ def import_model(source: Path) -> Iterator[Callable[[], None]]:
 @contextlib.contextmanager
 def export(source: Path) -> Iterator[Callable[[], None]]:
     """Convert to another directory."""
-    from megatron_rl.hf.conversion.plan import make_plan
-    from megatron_rl.hf.conversion.run import convert
+    from megatron_rl.hf.conversion.conversion import convert
+    from megatron_rl.hf.conversion.output_files import make_plan
     from megatron_rl.hf.conversion.sources import HFSource
 
     target = source.with_name("target")
@@ -239,7 +239,7 @@ def export(source: Path) -> Iterator[Callable[[], None]]:
 @contextlib.contextmanager
 def verify_export(source: Path) -> Iterator[Callable[[], None]]:
     """Compare what `export` left."""
-    from megatron_rl.hf.conversion.plan import make_plan
+    from megatron_rl.hf.conversion.output_files import make_plan
     from megatron_rl.hf.conversion.sources import HFSource
     from megatron_rl.hf.conversion.verify import verify
 

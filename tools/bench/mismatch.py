@@ -37,8 +37,8 @@ def main(
 
 
 def _tiny(folder: Path) -> Path:
-    from megatron_rl.engines.environments import lake_vocabulary
     from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
+    from megatron_rl.environments.frozen_lake import lake_vocabulary
 
     write_tiny_checkpoint(folder / "tiny", lake_vocabulary(), TinyShape(init_std=0.15))
     return folder / "tiny"
@@ -47,11 +47,12 @@ def _tiny(folder: Path) -> Path:
 def _compare(path: Path, folder: Path, topology, episodes: int, temperature: float) -> int:
     from megatron_rl.config import parse_config
     from megatron_rl.engines.local import LocalEngine
-    from megatron_rl.engines.tasks import make_task
+    from megatron_rl.environments.tasks import make_task
     from megatron_rl.rollouts.store import read_batch, write_shard
-    from megatron_rl.training.agents import build_agents
-    from megatron_rl.training.rollout import play
-    from megatron_rl.training.score import mismatch_metrics, policy_logprobs, streams
+    from megatron_rl.training.actor_critic import build_agents
+    from megatron_rl.training.forward import policy_logprobs, streams
+    from megatron_rl.training.rollout_sources.sync import play
+    from megatron_rl.training.score import mismatch_metrics
 
     config = parse_config({
         "model": {"path": str(path), "dtype": "float32"}, "batching": {"token_budget": 8192},
@@ -83,7 +84,7 @@ def _compare(path: Path, folder: Path, topology, episodes: int, temperature: flo
 def differing(agents, batch) -> float:
     """Share of recorded tokens that the trainer would route to another set of experts in at least one layer."""
     from megatron_rl.backend.step import score
-    from megatron_rl.training.score import plan, prepare, readout, streams
+    from megatron_rl.training.forward import plan, prepare, readout, streams
 
     actor, _ = streams(batch)
     model, changed, seen = agents.actor.model, 0, 0

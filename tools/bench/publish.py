@@ -49,8 +49,8 @@ def main(
     directory: Path = typer.Option(Path("/dev/shm"), help="File system to publish on: shared memory, or a disk."),
 ) -> None:
     """Print seconds, and ratios over the copy."""
+    from megatron_rl.engines.vllm.engine import VllmEngine
     from megatron_rl.engines.vllm.options import VllmOptions
-    from megatron_rl.engines.vllm.pool import VllmEngine
     from megatron_rl.engines.vllm.server import LocalServer
     from megatron_rl.launch.environment import ranks
 
@@ -76,9 +76,9 @@ def _agents(path: Path, topology):
     import torch
     from safetensors.torch import load_file, save_file
 
-    from megatron_rl.engines.environments import Vocabulary
     from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
-    from megatron_rl.training.agents import build_agents
+    from megatron_rl.environments.vocabulary import Vocabulary
+    from megatron_rl.training.actor_critic import build_agents
 
     write_tiny_checkpoint(path, Vocabulary([f"w{i}" for i in range(1024)]), TinyShape(**SHAPE))
     weights = path / "model.safetensors"
@@ -89,7 +89,7 @@ def _agents(path: Path, topology):
 
 def _timed_replica(url: str):
     """A replica, and the seconds that its steps took since they were last cleared."""
-    from megatron_rl.engines.vllm.remote import HttpReplica
+    from megatron_rl.engines.vllm.http_replica import HttpReplica
 
     steps: dict[str, float] = {}
 
@@ -118,7 +118,7 @@ def _timed_replica(url: str):
 
 def _measure(agents, engine, steps: dict, folder: Path, repeats: int) -> tuple[dict[str, list[float]], int]:
     from megatron_rl.engines.publication import check_publication
-    from megatron_rl.training.versions import publish
+    from megatron_rl.training.weights import publish
 
     seconds: dict[str, list[float]] = {part: [] for part in ("copy", "publish", "load", *STEPS)}
     for repeat in range(repeats + 1):

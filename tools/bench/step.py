@@ -57,9 +57,9 @@ def main(
 
 def _bench(size: str, folder: Path, topology, repeats: int, sequences: int, budget: int, table: Table) -> None:
     from megatron_rl.config import parse_config
-    from megatron_rl.engines.environments import Vocabulary
     from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
-    from megatron_rl.training.agents import build_agents
+    from megatron_rl.environments.vocabulary import Vocabulary
+    from megatron_rl.training.actor_critic import build_agents
 
     vocabulary = Vocabulary([f"w{i}" for i in range(4096 if size != "demo" else 32)])
     parameters = write_tiny_checkpoint(folder / size, vocabulary, TinyShape(**SIZES[size]))
@@ -136,10 +136,10 @@ def synthetic_batch(hf, sequences: int, longest: int, seed: int = 0):
 
 def _steps(agents, batch) -> dict[str, Callable[[], None]]:
     """The sides of the comparisons; every one accumulates gradients and none steps the optimizer."""
+    from megatron_rl.algorithm.policy_losses import StepVectors
+    from megatron_rl.algorithm.step_losses import PolicyTerms, loss_weights
     from megatron_rl.backend.step import train
-    from megatron_rl.training.objective.losses import PolicyTerms, loss_weights
-    from megatron_rl.training.objective.surrogates import StepVectors
-    from megatron_rl.training.score import plan, policy_logprobs, prepare, readout, streams
+    from megatron_rl.training.forward import plan, policy_logprobs, prepare, readout, streams
 
     actor, _ = streams(batch)
     rows = np.arange(len(batch))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron_rl.engines.vllm.answer import Answer, Question
+from megatron_rl.engines.vllm.completion import Answer, Question
 
 
 @dataclass(frozen=True)

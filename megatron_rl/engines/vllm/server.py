@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from megatron_rl.engines.vllm import guard
+from megatron_rl.engines.vllm import parent_watch as guard
 from megatron_rl.engines.vllm.options import VllmOptions, vllm_environment
 from megatron_rl.errors import LaunchError
 

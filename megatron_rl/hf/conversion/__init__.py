@@ -1,6 +1,6 @@
 """Whole checkpoints to HF directories: planned, streamed, shared by processes, resumed, sealed, verified.
 
-    sources.py    where values come from: an HF checkpoint (a run's checkpoint: training/convert.py)
+    sources.py    where values come from: an HF checkpoint (a run's checkpoint: training/checkpoint_source.py)
     plan.py       which parameter goes into which file, at which byte, before anything is read
     shards.py     one safetensors file: written as a stream, read back
     manifest.py   hashes of every tensor and file

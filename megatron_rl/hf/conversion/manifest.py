@@ -10,8 +10,8 @@ from typing import Any
 import xxhash
 
 from megatron_rl.errors import CheckpointError
-from megatron_rl.hf.conversion.plan import Plan
-from megatron_rl.hf.files import read_json
+from megatron_rl.hf.conversion.output_files import Plan
+from megatron_rl.hf.json_files import read_json
 from megatron_rl.hf.writer import write_json
 
 MANIFEST = "manifest.json"

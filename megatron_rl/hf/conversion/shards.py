@@ -15,7 +15,7 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.files import make_durable
 from megatron_rl.hf.ahead import ahead
 from megatron_rl.hf.audit import value_problems
-from megatron_rl.hf.conversion.plan import PlannedFile
+from megatron_rl.hf.conversion.output_files import PlannedFile
 from megatron_rl.hf.conversion.sources import Source
 
 _PIECE = 8 << 20

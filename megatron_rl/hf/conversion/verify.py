@@ -9,9 +9,9 @@ from pathlib import Path
 from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.ahead import ahead
 from megatron_rl.hf.audit import Problem, value_problems
+from megatron_rl.hf.conversion.conversion import Share
 from megatron_rl.hf.conversion.manifest import MANIFEST, Manifest, read_manifest, seal
-from megatron_rl.hf.conversion.plan import Plan, PlannedFile
-from megatron_rl.hf.conversion.run import Share
+from megatron_rl.hf.conversion.output_files import Plan, PlannedFile
 from megatron_rl.hf.conversion.shards import prepared, read_hashes, tensor_hash
 from megatron_rl.hf.conversion.sources import Source
 

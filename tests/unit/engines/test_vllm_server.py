@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.engines.vllm import guard
+from megatron_rl.engines.vllm import parent_watch as guard
 from megatron_rl.engines.vllm import server as servers
 from megatron_rl.engines.vllm.options import TRANSFER_BACKEND, VllmOptions
 from megatron_rl.engines.vllm.server import LocalServer, command_of, free_port, serve_command

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.engines.publication import write_publication
+from megatron_rl.engines.vllm.engine import PoolSettings, VllmEngine
 from megatron_rl.engines.vllm.host_memory import LentMemory, resident_bytes
 from megatron_rl.engines.vllm.options import VllmOptions
-from megatron_rl.engines.vllm.pool import PoolSettings, VllmEngine
 from megatron_rl.errors import CheckpointError, EngineUnavailableError, EngineVersionError
-from tests.unit.engines.test_vllm_pool import FAST, VERSIONS, CountingReplica, pool, versions
+from tests.unit.engines.test_vllm_engine import FAST, VERSIONS, CountingReplica, pool, versions
 
 __all__ = ["versions"]
 

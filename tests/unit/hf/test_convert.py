@@ -21,9 +21,9 @@ from megatron_rl.hf.ahead import ahead
 from megatron_rl.hf.audit import audit_checkpoint
 from megatron_rl.hf.config import read_hf_config
 from megatron_rl.hf.conversion import shards
+from megatron_rl.hf.conversion.conversion import Share, convert
 from megatron_rl.hf.conversion.manifest import MANIFEST, read_manifest
-from megatron_rl.hf.conversion.plan import make_plan
-from megatron_rl.hf.conversion.run import Share, convert
+from megatron_rl.hf.conversion.output_files import make_plan
 from megatron_rl.hf.conversion.shards import tensor_hash
 from megatron_rl.hf.conversion.sources import HFSource
 from megatron_rl.hf.conversion.verify import check, verify
@@ -140,8 +140,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from megatron_rl.hf.conversion import shards
-from megatron_rl.hf.conversion.plan import make_plan
-from megatron_rl.hf.conversion.run import convert
+from megatron_rl.hf.conversion.output_files import make_plan
+from megatron_rl.hf.conversion.conversion import convert
 from megatron_rl.hf.conversion.sources import HFSource
 left, original = int(sys.argv[3]), shards._write_hashed
 def dying(stream, data):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from megatron_rl.cli import app
+from megatron_rl.cli.app import app
 from megatron_rl.errors import CheckpointError, ConfigError
 from tests.unit.hf.checkpoints import edit_tensors, tensors_of
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForTokenClassification, Qwen3MoeForTokenClassi
 from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.audit import audit_checkpoint
 from megatron_rl.hf.config import read_hf_config
-from megatron_rl.hf.conversion.plan import make_plan
-from megatron_rl.hf.conversion.run import convert
+from megatron_rl.hf.conversion.conversion import convert
+from megatron_rl.hf.conversion.output_files import make_plan
 from megatron_rl.hf.conversion.sources import HFSource
 from megatron_rl.hf.quantised import open_checkpoint
 from megatron_rl.hf.value_head import check_head_bias

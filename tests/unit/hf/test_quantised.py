@@ -176,8 +176,8 @@ def test_other_quantisations_are_refused_by_name(checkpoint, tmp_path, scheme) -
 
 
 def test_the_dequantised_export_says_nothing_of_fp8_and_is_rounded_once(fp8, tmp_path) -> None:
-    from megatron_rl.hf.conversion.plan import make_plan
-    from megatron_rl.hf.conversion.run import convert
+    from megatron_rl.hf.conversion.conversion import convert
+    from megatron_rl.hf.conversion.output_files import make_plan
     from megatron_rl.hf.conversion.sources import HFSource
 
     path, truth = fp8

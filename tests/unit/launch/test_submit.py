@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megatron_rl.cli import app
+from megatron_rl.cli.app import app
 from megatron_rl.config import RunConfig, load_config
 from megatron_rl.errors import ConfigError, LaunchError
 from megatron_rl.launch.submit import (

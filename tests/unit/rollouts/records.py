@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from megatron_rl.rollouts import ModelFingerprint, RolloutHeader, SamplingTruth, Trajectory, write_shard
-from megatron_rl.rollouts._publish import publish
+from megatron_rl.rollouts._shard_files import publish
 
 MODEL = ModelFingerprint("toy_moe", vocab_size=32, num_experts=8, topk=2, moe_layers=(1, 2, 3), tokenizer_hash="abc")
 HEADER = RolloutHeader(MODEL, SamplingTruth(), engine="toy/1")

@@ -1,0 +1,180 @@
+"""The engine that a rollout process plays with, as the configuration asks. Libraries are imported by whoever needs
+them: an embedded engine runs where no vLLM is installed, and the reverse."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from megatron_rl.config import RunConfig
+from megatron_rl.engines import AsyncTokenEngine
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollouts.schema import RolloutHeader
+from megatron_rl.run_dir.exchange import Exchange
+
+if TYPE_CHECKING:
+    from megatron_rl.engines.vllm.engine import VllmEngine
+    from megatron_rl.engines.vllm.replica import Footprint
+    from megatron_rl.engines.vllm.server import LocalServer
+
+
+class RolloutEngine(AsyncTokenEngine, Protocol):
+    """What the rollout process needs of an engine."""
+
+    @property
+    def version(self) -> int:
+        """Weight version that answers now."""
+        ...
+
+    @property
+    def context_limit(self) -> int:
+        """Most tokens of a sequence."""
+        ...
+
+    def header(self, tokenizer_hash: str) -> RolloutHeader:
+        """Of rollouts recorded with it."""
+        ...
+
+    async def update(self, weights: Path, version: int) -> None:
+        """Serve other weights, or raise an `EngineError` or `CheckpointError` and serve the old ones on."""
+        ...
+
+    async def rest(self) -> Footprint | None:
+        """Leave the device until the next call or update. What that gave back; None: not measured.
+
+        Raises:
+            EngineError: it holds the device still.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+async def start_engine(config: RunConfig, weights: Path, version: int) -> RolloutEngine:
+    """Start an engine, or connect to servers that run; it serves these weights.
+
+    Args:
+        config: the run.
+        weights: published HF directory.
+        version: its version.
+
+    Raises:
+        EngineError, LaunchError, ConfigError: it does not start, or the configuration does not fit.
+    """
+    start = {"embedded": _embedded, "vllm": _vllm, "vllm_http": _vllm_http}[config.rollout.engine]
+    return await asyncio.to_thread(start, config, weights, version)
+
+
+def _embedded(config: RunConfig, weights: Path, version: int) -> RolloutEngine:
+    import torch
+
+    from megatron_rl.engines.local import LocalEngine
+    from megatron_rl.engines.local_async import LocalAsyncEngine
+
+    torch.set_num_threads(1)
+    engine = LocalEngine(
+        weights,
+        dtype=getattr(torch, _dtype(config)),
+        temperature=config.rollout.temperature,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        seed=_seed(config),
+        version=version,
+    )
+    return LocalAsyncEngine(engine)
+
+
+def _vllm(config: RunConfig, weights: Path, version: int) -> RolloutEngine:
+    from megatron_rl.engines.vllm.inprocess_replica import EmbeddedReplica
+
+    return _Pool(_pool(config, [EmbeddedReplica(_options(config, weights))], weights, version))
+
+
+def _vllm_http(config: RunConfig, weights: Path, version: int) -> RolloutEngine:
+    from megatron_rl.engines.vllm.http_replica import HttpReplica
+    from megatron_rl.engines.vllm.server import LocalServer
+
+    addresses, server = list(config.rollout.servers), None
+    if not addresses:
+        log = Path(config.output) / "vllm.log"
+        server = LocalServer(_options(config, weights), log=log, start_timeout=config.rollout.start_timeout)
+        addresses = [server.__enter__().url]
+    try:
+        return _Pool(_pool(config, [HttpReplica(url) for url in addresses], weights, version), server)
+    except BaseException:
+        if server is not None:
+            server.stop()
+        raise
+
+
+def _options(config: RunConfig, weights: Path) -> Any:
+    from megatron_rl.engines.vllm.options import VllmOptions
+
+    # vLLM loads the first weights itself; the directory may be pruned later, so that name is only for the start.
+    chosen = {"model": weights, "dtype": _dtype(config), "can_sleep": config.rollout.colocated}
+    try:
+        return VllmOptions(**{**chosen, **config.rollout.engine_options})
+    except TypeError as error:
+        raise ConfigError("vLLM does not take these options", found=error, setting="rollout.engine_options") from error
+
+
+def _pool(config: RunConfig, replicas: Sequence[Any], weights: Path, version: int) -> VllmEngine:
+    from megatron_rl.engines.vllm.engine import PoolSettings, VllmEngine
+
+    engine = VllmEngine(
+        replicas,
+        weights,
+        version=version,
+        temperature=config.rollout.temperature,
+        seed=_seed(config),
+        settings=PoolSettings(start_timeout=config.rollout.start_timeout),
+    )
+    if config.rollout.colocated and not engine.can_rest:
+        engine.close()
+        raise ConfigError(
+            "a vLLM server cannot leave its GPU", found="rollout.colocated", expected="one with --enable-sleep-mode",
+            setting="rollout.colocated=false, or start rollout.servers with it",
+        )  # fmt: skip
+    return engine
+
+
+def _dtype(config: RunConfig) -> str:
+    return config.rollout.engine_dtype or config.model.dtype
+
+
+def _seed(config: RunConfig) -> int:
+    """A later start samples other tokens, also for an episode that is played again."""
+    shards = len(list(Exchange(Path(config.output)).stream.glob("*/*.arrow.json")))
+    return int(np.random.SeedSequence([config.seed, shards]).generate_state(1)[0] >> 1)
+
+
+class _Pool:
+    """A `RolloutEngine` of vLLM replicas, with the server that was started for it, if one was."""
+
+    def __init__(self, engine: VllmEngine, server: LocalServer | None = None) -> None:
+        self._engine, self._server = engine, server
+        self.agenerate, self.header = engine.agenerate, engine.header
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    @property
+    def context_limit(self) -> int:
+        return self._engine.max_model_len
+
+    async def update(self, weights: Path, version: int) -> None:
+        await asyncio.to_thread(self._engine.load, weights, version)
+
+    async def rest(self) -> Footprint:
+        return await asyncio.to_thread(self._engine.rest)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._engine.close)
+        if self._server is not None:
+            await asyncio.to_thread(self._server.stop)

@@ -1,0 +1,1 @@
+"""Rollouts of other stacks: their dumps in, ours out."""

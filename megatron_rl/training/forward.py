@@ -1,0 +1,129 @@
+"""Forward passes of the trainer: micro-batches of a layout, and their readings back on every rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megatron_rl.backend.micro_batch import MicroBatch, RouteSpec, prepare_micro_batches
+from megatron_rl.backend.model import Model
+from megatron_rl.backend.optimizer import Optimizer
+from megatron_rl.backend.step import Readout, score
+from megatron_rl.batching import (
+    MicroBatchPlan,
+    TokenStream,
+    actor_stream,
+    critic_stream,
+    plan_micro_batches,
+)
+from megatron_rl.config import RunConfig
+from megatron_rl.errors import RouteError
+from megatron_rl.reduce import gather_slots
+from megatron_rl.rollouts.schema import RolloutBatch
+from megatron_rl.training.actor_critic import Agents
+
+
+def readout(config: RunConfig) -> Readout:
+    """How log-probs are read: at the sampling temperature."""
+    return Readout(config.rollout.temperature, config.batching.logprob_chunk)
+
+
+def plan(agents: Agents, stream: TokenStream, rows: np.ndarray, *, budget: int | None = None) -> MicroBatchPlan:
+    """Micro-batches of these trajectories under the run's layout and token budget."""
+    layout, batching = agents.topology.config, agents.config.batching
+    return plan_micro_batches(
+        stream.lengths,
+        token_budget=budget or batching.token_budget,
+        data_ranks=agents.topology.dp,
+        cp=layout.context,
+        tp=layout.tensor,
+        cost=agents.cost,
+        count_multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
+        rows=rows,
+        pad_each_to=padded_to(agents, stream, rows),
+    )
+
+
+def padded_to(agents: Agents, stream: TokenStream, rows: np.ndarray) -> int | None:
+    """Common padded length of unpacked batching, None when packing."""
+    if agents.config.batching.packed or not len(rows):
+        return None
+    multiple = 2 * agents.topology.config.context if agents.topology.config.context > 1 else 1
+    return -(-int(stream.lengths[rows].max()) // multiple) * multiple
+
+
+def route_spec(model: Model, batch: RolloutBatch, *, replay: bool) -> RouteSpec:
+    """Recorded routes of this rank's layers; native routing for a critic or when replay is off."""
+    hf = model.hf
+    layers = {layer: hf.moe_layers.index(layer) for layer in model.registry.layers}
+
+    def recorded(row: int, indices: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        routes = batch.routes[row]
+        if routes is None:
+            file, line = batch.sources[row]
+            raise RouteError(
+                "routes are to be replayed but were not recorded", file=file, row=line, setting="replay.enabled=false"
+            )
+        return routes[indices[:, None], rows]
+
+    return RouteSpec(recorded if replay else None, layers, hf.num_experts, hf.topk)
+
+
+def prepare(
+    agents: Agents, model: Model, stream: TokenStream, batch: RolloutBatch, planned: MicroBatchPlan, rows: np.ndarray,
+    *, replay: bool, aux_weight: float | None = None,
+) -> list[MicroBatch]:  # fmt: skip
+    """This rank's micro-batches of a plan."""
+    return prepare_micro_batches(
+        stream,
+        planned,
+        agents.topology,
+        route_spec(model, batch, replay=replay),
+        pad_each_to=padded_to(agents, stream, rows),
+        aux_weight=aux_weight,
+    )
+
+
+def score_slots(
+    agents: Agents, optimizer: Optimizer, stream: TokenStream, micro_batches: list[MicroBatch], length: int
+) -> torch.Tensor:
+    """[c, slots] readings on every rank, without gradients."""
+    topology = agents.topology
+    slots, readings = score(optimizer.model, micro_batches, length, readout(agents.config))
+    return gather_slots(
+        slots,
+        readings,
+        stream.slots,
+        data_group=topology.dp_cp_group,
+        pipeline_group=topology.pp_group,
+        has_values=topology.last_stage,
+    )
+
+
+def policy_logprobs(agents: Agents, stream: TokenStream, batch: RolloutBatch, rows, *, budget=None, replay=None):
+    """[D] log-probs of the live actor weights for these trajectories, 0 for decisions of others."""
+    planned = plan(agents, stream, rows, budget=budget)
+    replay = agents.config.replay.enabled if replay is None else replay
+    parts = prepare(agents, agents.actor.model, stream, batch, planned, rows, replay=replay)
+    return score_slots(agents, agents.actor, stream, parts, planned.length)[0]
+
+
+def streams(batch: RolloutBatch) -> tuple[TokenStream, TokenStream]:
+    """What actor and critic are fed: the critic's sequences go on to the boundary of a truncation."""
+    actor = actor_stream(batch.tokens, batch.offsets, batch.action_mask)
+    critic = critic_stream(
+        batch.tokens,
+        batch.offsets,
+        batch.action_mask,
+        batch.boundary_tokens,
+        batch.boundary_offsets,
+        np.asarray(batch.truncated) & np.asarray(batch.boundary_known),
+    )
+    return actor, critic
+
+
+def decisions_of(offsets: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+    """bool [D]: decisions of these trajectories."""
+    chosen = torch.zeros(len(offsets) - 1, dtype=torch.bool, device=offsets.device)
+    chosen[torch.as_tensor(rows, device=offsets.device)] = True
+    return chosen.repeat_interleave(offsets.diff())

@@ -1,1 +1,0 @@
-"""What survives a stop: checkpoints, paused iterations, the ledger of consumed data, the lock, the stop request."""

@@ -1,0 +1,214 @@
+"""The loop: rollouts → score → update critic and actor → publish → log → evaluate → checkpoint.
+
+It can be asked to stop at any time and goes on at the next optimizer step: rollouts that were not finished are played
+again, those that were are read again, vectors that were scored are in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_rl.backend.topology import Topology
+from megatron_rl.config import RunConfig
+from megatron_rl.errors import CheckpointError
+from megatron_rl.rollouts.schema import ModelFingerprint
+from megatron_rl.run_dir.ledger import Entry, Ledger, reread
+from megatron_rl.training import checkpoint
+from megatron_rl.training.actor_critic import Agents, build_agents
+from megatron_rl.training.epochs import means, train_on
+from megatron_rl.training.first_step_check import check_first_step
+from megatron_rl.training.partial_iteration import Pause, from_file
+from megatron_rl.training.rollout_sources.base import Delivery, Source, Supply
+from megatron_rl.training.rollout_sources.factory import make_source
+from megatron_rl.training.rollout_sources.validation import UNKNOWN_TOKENIZER
+from megatron_rl.training.score import score_batch
+from megatron_rl.training.stopping import Stopped, StopRequest
+from megatron_rl.training.throughput import throughput_metrics
+from megatron_rl.training.weights import write_hf
+
+if TYPE_CHECKING:
+    from megatron_rl.environments.base import Task
+
+
+class Watch(Protocol):
+    """Who looks on: progress bars, logs. Called on every rank with the same values."""
+
+    def started(self, iterations: int, done: int) -> None: ...
+    def metrics(self, iteration: int, values: dict[str, float]) -> None: ...
+
+
+class Loop:
+    """One run. `run` trains to the end; everything it needs to go on after a stop is in the checkpoint.
+
+    Args:
+        config: the resolved configuration.
+        topology: groups of the layout, made already.
+        task: what is played; None where recorded rollouts are trained on.
+        watch: told of progress and metrics.
+        stop: asked between optimizer steps; None: nobody asks.
+    """
+
+    def __init__(
+        self, config: RunConfig, topology: Topology, task: Task | None, watch: Watch, stop: StopRequest | None = None
+    ) -> None:
+        self.config, self.topology, self.task, self.watch = config, topology, task, watch
+        self.stop = stop or StopRequest()
+        self.output = Path(config.output)
+        self.output.mkdir(parents=True, exist_ok=True)
+        self.agents: Agents = build_agents(config, topology)
+        self.ledger = Ledger(self.output, writes=topology.rank == 0)
+        self._pause: Pause | None = None
+        cursor = self._resume() if config.checkpoint.resume else {}
+        self.done: int = cursor.get("iteration", 0)
+        self.agents.release_all()
+        self.source: Source = make_source(Supply(config, self.fingerprint, self.ledger, self.stop), task, self.agents)
+        self.source.restore(cursor.get("source", {}))
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @property
+    def fingerprint(self) -> ModelFingerprint:
+        """Whose rollouts this run accepts."""
+        hf = self.agents.actor.model.hf
+        tokenizer = UNKNOWN_TOKENIZER if self.task is None else self.task.vocabulary.fingerprint
+        return ModelFingerprint(hf.model_type, hf.vocab_size, hf.num_experts, hf.topk, hf.moe_layers, tokenizer)
+
+    def run(self) -> dict[str, float]:
+        """Train the remaining iterations and export. Returns the last iteration's metrics.
+
+        Raises:
+            Stopped: on every rank; the run was asked to stop and has saved where it stands.
+        """
+        complete = False
+        try:
+            values = self._iterations()
+            complete = True
+        finally:
+            self.source.close(complete=complete)
+        write_hf(self.agents.actor.model, self.output / "export", self.config.model.path)
+        if self.agents.critic is not None:
+            write_hf(self.agents.critic.model, self.output / "export-critic", self.config.model.path)
+        return values
+
+    def _iterations(self) -> dict[str, float]:
+        values: dict[str, float] = {}
+        self.watch.started(self.config.iterations, self.done)
+        for iteration in range(self.done, self.config.iterations):
+            try:
+                found = self.iterate(iteration)
+            except Stopped:
+                self.save()
+                raise
+            if found is None:
+                self.save()
+                break
+            values = found
+            self.watch.metrics(iteration, values)
+            self.done = iteration + 1
+            if self._due(self.config.checkpoint.every, iteration):
+                self.save()
+        return values
+
+    def iterate(self, iteration: int) -> dict[str, float] | None:
+        """One iteration, or the rest of one that was stopped; returns its metrics, the same on every rank, or None
+        where the source has ended.
+
+        Raises:
+            Stopped: see `run`.
+        """
+        self._seconds.clear()
+        pause, self._pause = self._pause or self._begin(iteration), None
+        if pause is None:
+            return None
+        steps, complete = train_on(
+            self.agents, pause.scored, iteration, self._timed, done=pause.steps, stop=self.stop.agreed
+        )
+        if not complete:
+            self._pause = dataclasses.replace(pause, steps=steps)
+            raise Stopped
+        values = pause.values | means(steps)
+        values |= self.agents.controllers.observe(iteration, values)
+        with self._timed("publish"):
+            self.agents.version += 1
+            self.source.publish(self.agents, pause.scored.batch)
+        values |= throughput_metrics(self.config, self.agents, pause.scored, dict(self._seconds))
+        if self._due(self.config.evaluate_every, iteration):
+            with self._timed("evaluate"):
+                last = iteration + 1 == self.config.iterations
+                values |= self.source.evaluate(self.config.evaluation_episodes, final=last)
+        return values | {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
+
+    def save(self) -> None:
+        """Checkpoint everything the next step depends on."""
+        kept = self.config.checkpoint
+        cursor = {"iteration": self.done, "source": self.source.state(), "ledger": self.ledger.state()}
+        cursor["controllers"] = self.agents.controllers.state()
+        pause = None if self._pause is None else self._pause.to_bytes()
+        with self.agents.at_work("actor"), self.agents.at_work("critic"):
+            checkpoint.save_checkpoint(
+                self.output / "checkpoints", self.done, self.agents, cursor, kept.keep, keep_every=kept.keep_every,
+                pause=pause,
+            )  # fmt: skip
+
+    def _begin(self, iteration: int) -> Pause | None:
+        """Rollouts and scores of an iteration, none of its steps."""
+        with self._timed("rollout"):
+            delivery = self._rollouts(iteration)
+        if delivery is None:
+            return None
+        batch, values = delivery.batch, dict(delivery.metrics)
+        if self.config.gate.enabled and iteration == 0:
+            values |= check_first_step(self.agents, batch)
+        with self._timed("score"):
+            scored = score_batch(self.agents, batch, monte_carlo=self.agents.controllers.monte_carlo(iteration))
+        return Pause(scored, values | scored.metrics, [])
+
+    def _rollouts(self, iteration: int) -> Delivery | None:
+        """What a lost run had trained this iteration on, else what the source has next."""
+        planned = self.ledger.planned(iteration)
+        version = self.agents.version
+        again = reread(planned, self.output) if planned else None
+        delivery = self.source.next(iteration, version) if again is None else self.source.again(again)
+        if delivery is not None:
+            self.ledger.consume(Entry.of(iteration, version, delivery.batch, self.output))
+        return delivery
+
+    def _resume(self) -> dict:
+        found = checkpoint.newest_complete(self.output / "checkpoints")
+        if found.path is not None:
+            cursor = checkpoint.load_checkpoint(found.path, self.agents)
+            self.ledger.restore(cursor["ledger"])
+            self.agents.controllers.restore(cursor["controllers"])
+            file = found.path / checkpoint.PAUSE
+            if file.exists():
+                self._pause = from_file(file, reread(self.ledger.last, self.output))
+            return cursor
+        damaged = [(path, reason) for path, reason in found.skipped if not path.name.startswith(".")]
+        if damaged:
+            path, reason = damaged[0]
+            raise CheckpointError(
+                "no complete checkpoint is left to continue from",
+                file=path,
+                found=reason,
+                expected="a whole checkpoint",
+                setting="checkpoint.resume=false, or another output directory, to start afresh",
+            )
+        if self.config.rollout.has_process:
+            # Its rollouts are not played again: iterations that no checkpoint saw take the same ones once more.
+            self.ledger.restore(Ledger(self.output, writes=False).state())
+        return {}
+
+    def _due(self, every: int, iteration: int) -> bool:
+        last = iteration + 1 == self.config.iterations
+        return last or (every > 0 and (iteration + 1) % every == 0)
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[phase] += time.perf_counter() - start

@@ -1,0 +1,122 @@
+"""Supervised warm start on demonstrations, and a tiny policy made from nothing for runs on a CPU.
+
+The loss is −log π of action tokens, or of every token. On random play neither says which action is good. Action tokens
+teach how an action is spelled; all tokens also teach what the environment answers, which the policy can build on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.algorithm.step_losses import LikelihoodTerms, loss_weights
+from megatron_rl.backend import platform
+from megatron_rl.backend.step import train
+from megatron_rl.backend.topology import Topology
+from megatron_rl.batching import actor_stream, decision_offsets, split_minibatches
+from megatron_rl.config import RunConfig
+from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
+from megatron_rl.environments.base import Task
+from megatron_rl.episodes.lockstep import Demonstration, random_play
+from megatron_rl.reduce import from_last, sum_over
+from megatron_rl.training.actor_critic import Agents, build_agents
+from megatron_rl.training.forward import decisions_of, plan, prepare, readout
+from megatron_rl.training.weights import write_hf
+
+
+def learn_demonstrations(
+    agents: Agents,
+    demonstrations: list[Demonstration],
+    *,
+    epochs: int,
+    minibatches: int,
+    observations: bool = False,
+    on_step: Callable[[float], None] = lambda loss: None,
+) -> None:
+    """Train the actor on demonstrations; the critic is left alone.
+
+    Args:
+        demonstrations: the same on every rank.
+        epochs, minibatches: passes, and optimizer steps in each.
+        observations: learn to predict observation tokens too.
+        on_step: called with the loss of each step, nats per action token.
+    """
+    offsets = np.concatenate([[0], np.cumsum([len(d.tokens) for d in demonstrations])])
+    tokens = np.concatenate([d.tokens for d in demonstrations])
+    mask = np.concatenate([d.action_mask for d in demonstrations])
+    if observations:
+        mask = np.ones(len(tokens), bool)
+        mask[offsets[:-1]] = False
+    stream, device = actor_stream(tokens, offsets, mask), platform.device()
+    decisions = torch.as_tensor(decision_offsets(mask, offsets), device=device)
+    prompts = torch.arange(len(demonstrations), device=device)
+    for epoch in range(epochs):
+        for rows in split_minibatches(len(demonstrations), minibatches, agents.config.seed, epoch):
+            weights = loss_weights("token_mean", decisions, decisions_of(decisions, rows), prompts)
+            planned = plan(agents, stream, rows)
+            parts = prepare(agents, agents.actor.model, stream, None, planned, rows, replay=False)
+            sums = train(agents.actor.model, parts, planned.length, readout(agents.config), LikelihoodTerms(weights))
+            total = torch.zeros(1, dtype=torch.float64, device=device) if sums is None else sums.clone()
+            if sums is not None:
+                sum_over(total, agents.topology.dp_cp_group)
+            agents.actor.step()
+            on_step(float(from_last(total, agents.topology.pp_group)))
+
+
+_ITERATION = 1_000_000
+"""Training specs of this iteration are played: none that a run reaches."""
+
+
+class TinyStart(NamedTuple):
+    """What `cold_start` leaves behind."""
+
+    path: Path
+    """HF checkpoint of the policy."""
+    losses: list[float]
+    """Nats per token of each optimizer step."""
+
+
+def starting_from(config: RunConfig, model: Path, output: Path, **changes) -> RunConfig:
+    """The same run from another checkpoint, written elsewhere; `changes` replace further top-level settings."""
+    updates = {"model": config.model.model_copy(update={"path": str(model)}), "output": str(output), **changes}
+    return config.model_copy(update=updates)
+
+
+def cold_start(
+    config: RunConfig, topology: Topology, task: Task, output: Path, *, demonstrations: int, epochs: int,
+    lr: float = 2e-3, sequences: int = 32, shape: TinyShape | None = None,
+) -> TinyStart:  # fmt: skip
+    """Teach a random model how actions are spelled and what the task answers, on random valid play. Collective.
+
+    Which action is good is left to reinforcement learning.
+
+    Args:
+        config: seed, layout and limits of the episodes.
+        output: `tiny` (random weights) and `cold-start` (trained ones) are written below it.
+        demonstrations, epochs: random plays, and passes over them.
+        lr: the actor's learning rate here.
+        sequences: plays of one optimizer step.
+        shape: sizes of the model; None: the defaults.
+    """
+    tiny = output / "tiny"
+    if dist.get_rank() == 0:
+        tiny.mkdir(parents=True, exist_ok=True)
+        write_tiny_checkpoint(tiny, task.vocabulary, shape, seed=config.seed)
+    dist.barrier()
+    agents = build_agents(starting_from(config, tiny, output), topology)
+    agents.actor.config = agents.actor.config.model_copy(update={"lr": lr})
+    plays = random_play(
+        task.make_env, task.training_specs(_ITERATION, demonstrations), max_turns=config.rollout.max_turns,
+        context_limit=agents.actor.model.hf.max_positions, seed=config.seed,
+    )  # fmt: skip
+    losses: list[float] = []
+    learn_demonstrations(
+        agents, plays, epochs=epochs, minibatches=max(1, demonstrations // sequences), observations=True,
+        on_step=losses.append,
+    )  # fmt: skip
+    return TinyStart(write_hf(agents.actor.model, output / "cold-start", tiny), losses)
