@@ -32,7 +32,7 @@ EXTRAS = {
 setup(
     name="megatron_rl",
     version="0.1.0",
-    description="PPO training of mixture-of-experts language models as multi-turn agents, on Megatron-Core",
+    description="PPO training of mixture-of-experts language models as multi-turn models, on Megatron-Core",
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),

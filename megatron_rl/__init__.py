@@ -1,3 +1,3 @@
-"""PPO training of mixture-of-experts language models as multi-turn agents, on Megatron-Core."""
+"""PPO training of mixture-of-experts language models as multi-turn models, on Megatron-Core."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Compare objectives: one task, one cold-started model, the same number of episodes for every recipe and seed.
+"""Compare objectives: one task, one warm-started model, the same number of episodes for every recipe and seed.
 
     python tools/compare.py examples/frozen_lake/ppo.yaml examples/recipes/ppo.yaml examples/recipes/grpo.yaml
 
@@ -84,7 +84,7 @@ class Run:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
     def curve(self, start: float) -> Curve:
-        """Its learning curve; `start` is the success of the cold start.
+        """Its learning curve; `start` is the success of the warm start.
 
         Dynamic sampling plays more than an iteration's episodes: what comes after all others' last episode is left out.
         """
@@ -151,7 +151,7 @@ def plan_runs(
     for seed in range(seeds):
         for recipe in recipes:
             directory = output / f"{recipe.stem}-seed{seed}"
-            places = [f"seed={seed}", f"output={directory}", f"model.path={output / 'cold-start'}"]
+            places = [f"seed={seed}", f"output={directory}", f"model.path={output / 'warm-start'}"]
             config = resolve(base, recipe, [*overrides, *places], group)
             text, file = OmegaConf.to_yaml(config.model_dump()), directory / "config.yaml"
             if file.exists() and file.read_text() != text:
@@ -166,19 +166,19 @@ def start_success(
     base: Path, output: Path, overrides: Sequence[str], *, demonstrations: int, epochs: int, layers: int
 ) -> float:
     """Make the model that every run begins with, unless it is there; returns its greedy success."""
-    result = output / "cold-start.json"
+    result = output / "warm-start.json"
     if not result.exists():
         from megatron_rl.engines.local import LocalEngine
         from megatron_rl.engines.tiny import TinyShape
         from megatron_rl.environments.tasks import make_task
         from megatron_rl.launch.environment import ranks
         from megatron_rl.training.rollout_sources.sync import evaluate
-        from megatron_rl.training.warm_start import cold_start
+        from megatron_rl.training.warm_start import warm_start
 
         config = resolve(base, None, overrides, 1)
         task = make_task(config.rollout.environment, config.rollout.environment_options)
         with ranks(config) as topology:
-            start = cold_start(
+            start = warm_start(
                 config, topology, task, output, demonstrations=demonstrations, epochs=epochs,
                 shape=TinyShape(num_layers=layers),
             )  # fmt: skip
@@ -325,8 +325,8 @@ def main(
     workers: Annotated[int, typer.Option(help="Runs at a time, one CPU core each.")] = 2,
     minutes: Annotated[float, typer.Option(help="Stop after this long; the same command goes on.")] = 1e6,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 4,
-    demonstrations: Annotated[int, typer.Option(help="Random plays of the cold start.")] = 1024,
-    cold_epochs: Annotated[int, typer.Option(help="Passes over them.")] = 3,
+    demonstrations: Annotated[int, typer.Option(help="Random plays of the warm start.")] = 1024,
+    warm_epochs: Annotated[int, typer.Option(help="Passes over them.")] = 3,
     output: Annotated[Path, typer.Option(help="Directory of all runs.")] = Path("runs/compare"),
     override: Annotated[list[str] | None, typer.Option("--set", help="Dotted settings over every recipe.")] = None,
 ) -> None:
@@ -344,7 +344,7 @@ def main(
         f"evaluate_every={max(iterations // evaluations, 1)}", *(override or []),
     ]  # fmt: skip
     runs = plan_runs(base, recipes, seeds, output, overrides, group)
-    start = start_success(base, output, overrides, demonstrations=demonstrations, epochs=cold_epochs, layers=layers)
+    start = start_success(base, output, overrides, demonstrations=demonstrations, epochs=warm_epochs, layers=layers)
     failed = run_all(runs, workers, deadline)
     curves = [run.curve(start) for run in runs if run.finished]
     if curves:

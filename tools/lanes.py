@@ -46,7 +46,7 @@ class Lane:
 
 DEMO_SMOKE = (
     "--output", "runs/smoke", "--iterations", "3", "--episodes", "32", "--evaluation", "32", "--demonstrations", "64",
-    "--cold-epochs", "1",
+    "--warm-epochs", "1",
 )  # fmt: skip
 """Every stage of the demo, too short to learn."""
 

@@ -77,7 +77,7 @@ FAULTS = (
         "whitening: over this rank's share",
         "training/score.py",
         "whiten(advantages[kept])",
-        "whiten(advantages[kept], moments(advantages[kept][agents.topology.dp_rank :: agents.topology.dp]))",
+        "whiten(advantages[kept], moments(advantages[kept][models.topology.dp_rank :: models.topology.dp]))",
         LAYOUT.format("dp4"),
     ),
     Fault(

@@ -4,9 +4,9 @@
     python examples/frozen_lake/demo.py --help
 
 Stages: a random Qwen3-MoE checkpoint is written; supervised training on *random valid play* teaches how an action is
-spelled and what the environment answers, not which action is good (cold start); PPO does the rest on maps drawn
+spelled and what the environment answers, not which action is good (warm start); PPO does the rest on maps drawn
 afresh; success is measured by greedy play on 256
-maps that training never sees. Controls: the cold start alone, PPO with learning rate 0, and the trained policy with its
+maps that training never sees. Controls: the warm start alone, PPO with learning rate 0, and the trained policy with its
 observations blanked. The policy is then exported to HF format and measured again from the export.
 """
 
@@ -30,8 +30,8 @@ def main(
     iterations: int = typer.Option(None, help="PPO iterations; default: those of ppo.yaml."),
     episodes: int = typer.Option(None, help="Episodes per iteration; default: those of ppo.yaml."),
     evaluation: int = typer.Option(256, help="Held-out maps played greedily at each evaluation."),
-    demonstrations: int = typer.Option(1024, help="Random plays of the cold start."),
-    cold_epochs: int = typer.Option(3, help="Passes over them."),
+    demonstrations: int = typer.Option(1024, help="Random plays of the warm start."),
+    warm_epochs: int = typer.Option(3, help="Passes over them."),
     seed: int = typer.Option(0, help="Seed of model, maps and sampling."),
     override: list[str] = typer.Option([], "--set", help="Dotted settings over ppo.yaml."),
 ) -> None:
@@ -41,7 +41,7 @@ def main(
     settings = [f"seed={seed}", f"evaluation_episodes={evaluation}", *override]
     settings += [f"iterations={iterations}"] if iterations is not None else []
     settings += [f"rollout.episodes={episodes}"] if episodes is not None else []
-    _run(output, settings, demonstrations, cold_epochs)
+    _run(output, settings, demonstrations, warm_epochs)
 
 
 def _launch(ranks: int) -> int:
@@ -54,7 +54,7 @@ def _launch(ranks: int) -> int:
     return subprocess.call([*command, *sys.argv], env=environment)
 
 
-def _run(output: Path, settings: list[str], demonstrations: int, cold_epochs: int) -> None:
+def _run(output: Path, settings: list[str], demonstrations: int, warm_epochs: int) -> None:
     import shutil
 
     import torch.distributed as dist
@@ -62,9 +62,9 @@ def _run(output: Path, settings: list[str], demonstrations: int, cold_epochs: in
     from megatron_rl.config import load_config
     from megatron_rl.environments.tasks import make_task
     from megatron_rl.launch.environment import ranks as join_ranks
-    from megatron_rl.observe.progress import TerminalWatch
-    from megatron_rl.training.trainer import Loop
-    from megatron_rl.training.warm_start import cold_start, starting_from
+    from megatron_rl.observe.progress import TerminalProgress
+    from megatron_rl.training.trainer import Trainer
+    from megatron_rl.training.warm_start import starting_from, warm_start
 
     began = time.perf_counter()
     config = load_config(Path(__file__).with_name("ppo.yaml"), settings)
@@ -75,26 +75,26 @@ def _run(output: Path, settings: list[str], demonstrations: int, cold_epochs: in
             shutil.rmtree(output, ignore_errors=True)
             output.mkdir(parents=True)
         dist.barrier()
-        start = cold_start(config, topology, task, output, demonstrations=demonstrations, epochs=cold_epochs)
+        start = warm_start(config, topology, task, output, demonstrations=demonstrations, epochs=warm_epochs)
         if first:
             steps = f"{len(start.losses)} steps on {demonstrations} random plays"
             print(
-                f"cold start: {steps}, loss {start.losses[0]:.2f} → {start.losses[-1]:.2f} nats per token", flush=True
+                f"warm start: {steps}, loss {start.losses[0]:.2f} → {start.losses[-1]:.2f} nats per token", flush=True
             )
-        cold = start.path
-        trained = starting_from(config, cold, output / "ppo")
-        watch = TerminalWatch(output / "ppo", silent=not first)
-        Loop(trained, topology, task, watch).run()
+        warm = start.path
+        trained = starting_from(config, warm, output / "ppo")
+        watch = TerminalProgress(output / "ppo", silent=not first)
+        Trainer(trained, topology, task, watch).run()
         watch.finished()
-        still = starting_from(config, cold, output / "control-lr0", iterations=2)
+        still = starting_from(config, warm, output / "control-lr0", iterations=2)
         still = still.model_copy(update={"optimizer": still.optimizer.model_copy(update={"lr": 0.0, "min_lr": 0.0})})
-        Loop(still, topology, task, TerminalWatch(output / "control-lr0", silent=True)).run()
-        results = _measure(config, task, output, cold)
+        Trainer(still, topology, task, TerminalProgress(output / "control-lr0", silent=True)).run()
+        results = _measure(config, task, output, warm)
         if first:
             _report(output, watch.history, results, time.perf_counter() - began)
 
 
-def _measure(config, task, output: Path, cold: Path) -> dict[str, float]:
+def _measure(config, task, output: Path, warm: Path) -> dict[str, float]:
     """Greedy success on held-out maps, each from an HF checkpoint."""
     from megatron_rl.backend import platform
     from megatron_rl.engines.local import LocalEngine
@@ -103,7 +103,7 @@ def _measure(config, task, output: Path, cold: Path) -> dict[str, float]:
 
     blanked = make_task(config.rollout.environment, {**config.rollout.environment_options, "blank": True})
     plays = {
-        "cold start only": (cold, task),
+        "warm start only": (warm, task),
         "learning rate 0": (output / "control-lr0" / "export", task),
         "trained, observations blanked": (output / "ppo" / "export", blanked),
         "trained, from the HF export": (output / "ppo" / "export", task),
@@ -139,7 +139,7 @@ def _report(output: Path, history: list[dict], results: dict[str, float], second
         "ppo/rollouts", "metrics": "ppo/metrics.jsonl", "TensorBoard": "ppo/tensorboard", "curve": "curve.png",
     }.items():  # fmt: skip
         console.print(f"{name}: {output / where}")
-    first, last = results["cold start only"], results["trained, from the HF export"]
+    first, last = results["warm start only"], results["trained, from the HF export"]
     margin = last - max(controls.values())
     console.print(
         f"success {first:.1%} → {last:.1%}, at least {100 * margin:.0f} points above every control, "

@@ -3,7 +3,7 @@
     make demo-vllm
     python examples/frozen_lake/demo_vllm.py --help          # in the environment of make setup-vllm
 
-Same size of model (with attention heads of 32, the least that vLLM has a CPU kernel for), cold start, task and
+Same size of model (with attention heads of 32, the least that vLLM has a CPU kernel for), warm start, task and
 objective as `demo.py`, on one trainer rank. Episodes are played by a vLLM in a process of its own, which takes up new
 weights while episodes are in flight, records the version and log-prob of every token and the experts of every fed one,
 and also plays the held-out maps greedily. Trainer and rollout process share nothing but the run directory.
@@ -38,8 +38,8 @@ def main(
     iterations: int = typer.Option(40, help="PPO iterations."),
     episodes: int = typer.Option(128, help="Episodes per iteration."),
     evaluation: int = typer.Option(256, help="Held-out maps played greedily at each evaluation."),
-    demonstrations: int = typer.Option(1024, help="Random plays of the cold start."),
-    cold_epochs: int = typer.Option(3, help="Passes over them."),
+    demonstrations: int = typer.Option(1024, help="Random plays of the warm start."),
+    warm_epochs: int = typer.Option(3, help="Passes over them."),
     seed: int = typer.Option(0, help="Seed of model, maps and sampling."),
     override: list[str] = typer.Option([], "--set", help="Dotted settings over ppo.yaml."),
 ) -> None:
@@ -49,9 +49,9 @@ def main(
     from megatron_rl.engines.tiny import TinyShape
     from megatron_rl.environments.tasks import make_task
     from megatron_rl.launch.environment import ranks
-    from megatron_rl.observe.progress import TerminalWatch
-    from megatron_rl.training.trainer import Loop
-    from megatron_rl.training.warm_start import cold_start, starting_from
+    from megatron_rl.observe.progress import TerminalProgress
+    from megatron_rl.training.trainer import Trainer
+    from megatron_rl.training.warm_start import starting_from, warm_start
 
     began = time.perf_counter()
     settings = [f"seed={seed}", f"iterations={iterations}", f"rollout.episodes={episodes}"]
@@ -61,12 +61,12 @@ def main(
     shutil.rmtree(output, ignore_errors=True)
     with ranks(config) as topology:
         shape = TinyShape(num_heads=2, num_kv_heads=1, head_dim=32)
-        start = cold_start(
-            config, topology, task, output, demonstrations=demonstrations, epochs=cold_epochs, shape=shape
+        start = warm_start(
+            config, topology, task, output, demonstrations=demonstrations, epochs=warm_epochs, shape=shape
         )
-        print(f"cold start: loss {start.losses[0]:.2f} → {start.losses[-1]:.2f} nats per token", flush=True)
-        watch = TerminalWatch(output / "ppo")
-        Loop(starting_from(config, start.path, output / "ppo"), topology, task, watch).run()
+        print(f"warm start: loss {start.losses[0]:.2f} → {start.losses[-1]:.2f} nats per token", flush=True)
+        watch = TerminalProgress(output / "ppo")
+        Trainer(starting_from(config, start.path, output / "ppo"), topology, task, watch).run()
         watch.finished()
         before, after = (_success(config, task, path) for path in (start.path, output / "ppo" / "export"))
     _report(watch.history, before, after, time.perf_counter() - began)

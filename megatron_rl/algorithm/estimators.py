@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_rl.algorithm.selection import numbered
+from megatron_rl.algorithm.selection import integer_ids
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.errors import RolloutError
 from megatron_rl.objectives import groups
@@ -152,7 +152,7 @@ def _explained(returns: torch.Tensor, values: torch.Tensor) -> dict[str, float]:
 
 def _from_groups(algorithm: AlgorithmConfig, batch: RolloutBatch, returns: torch.Tensor, included: torch.Tensor):
     """(advantage of each trajectory, float64 [B], metrics)."""
-    ids = numbered(batch.group_ids).to(returns.device)
+    ids = integer_ids(batch.group_ids).to(returns.device)
     if algorithm.advantage == "batch_mean":
         return groups.batch_mean_baseline(returns, included), {}
     if algorithm.advantage == "vpo":

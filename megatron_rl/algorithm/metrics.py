@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from megatron_rl.algorithm.selection import numbered, total_rewards
+from megatron_rl.algorithm.selection import integer_ids, total_rewards
 from megatron_rl.batching import TokenStream, actor_stream, decision_offsets
 from megatron_rl.objectives.diagnostics import mismatch, pearson, prompt_information, staleness_histogram
 from megatron_rl.objectives.importance import ratio, staleness
@@ -62,7 +62,7 @@ def _residuals(batch: RolloutBatch, rows: np.ndarray) -> np.ndarray:
     """Reward minus the mean reward of the trajectory's group, float64."""
     rewards, ids = (
         total_rewards(batch)[rows],
-        np.unique(numbered(batch.group_ids).numpy()[rows], return_inverse=True)[1],
+        np.unique(integer_ids(batch.group_ids).numpy()[rows], return_inverse=True)[1],
     )
     return rewards - (np.bincount(ids, rewards) / np.bincount(ids))[ids]
 

@@ -30,7 +30,7 @@ from megatron_rl.objectives.numerics import bounded_exp
 from megatron_rl.objectives.segments import compact, repeat
 
 
-def accepted(
+def accepted_decisions(
     algorithm: AlgorithmConfig,
     anchor: torch.Tensor,
     behaviour: torch.Tensor,

@@ -31,7 +31,7 @@ def trainable_rows(batch: RolloutBatch) -> np.ndarray:
     return np.flatnonzero((decisions > 0) & allowed)
 
 
-def numbered(names: tuple[str, ...]) -> torch.Tensor:
+def integer_ids(names: tuple[str, ...]) -> torch.Tensor:
     """int64 [B]: equal names have equal numbers."""
     return torch.as_tensor(np.unique(np.asarray(names), return_inverse=True)[1].reshape(-1))
 
@@ -52,7 +52,7 @@ def select(algorithm: AlgorithmConfig, batch: RolloutBatch) -> Selection:
     rows = trainable_rows(batch)
     if not algorithm.needs_groups or not len(rows):
         return Selection(rows, {})
-    groups = numbered(batch.group_ids)[rows]
+    groups = integer_ids(batch.group_ids)[rows]
     sizes = torch.bincount(groups)[groups]
     if int(sizes.max()) < 2:
         raise ConfigError(

@@ -45,7 +45,7 @@ def loss_weights(
 
 
 @dataclass(frozen=True)
-class PolicyTerms:
+class PolicyStepLoss:
     """The policy's loss of one step; called on the slots of a micro-batch."""
 
     algorithm: AlgorithmConfig
@@ -93,7 +93,7 @@ class PolicyTerms:
 
 
 @dataclass(frozen=True)
-class CoefficientTerms:
+class CoefficientStepLoss:
     """Σ c_j log π_θ(a_j): the gradient of any loss with these coefficients."""
 
     coefficients: torch.Tensor
@@ -105,7 +105,7 @@ class CoefficientTerms:
 
 
 @dataclass(frozen=True)
-class ValueTerms:
+class ValueStepLoss:
     """Vectors [D] of one critic step; bootstrap slots (beyond D) carry no loss."""
 
     algorithm: AlgorithmConfig
@@ -128,8 +128,8 @@ class ValueTerms:
 
 
 @dataclass(frozen=True)
-class LikelihoodTerms:
-    """Supervised cold start: −Σ w log π over demonstrated decisions."""
+class LikelihoodStepLoss:
+    """Supervised warm start: −Σ w log π over demonstrated decisions."""
 
     weights: torch.Tensor
 

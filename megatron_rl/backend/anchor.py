@@ -70,7 +70,7 @@ def _show(optimizer: Optimizer, mains: list[torch.Tensor], aliased: list[bool], 
     _gather_model(optimizer)
 
 
-def publish_main_weights(optimizer: Optimizer) -> None:
+def copy_main_to_model(optimizer: Optimizer) -> None:
     """Make the model compute with its main weights after they were written. Collective."""
     _copy_to_model(optimizer)
     _gather_model(optimizer)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_rl.backend.anchor import publish_main_weights
+from megatron_rl.backend.anchor import copy_main_to_model
 from megatron_rl.backend.optimizer import Optimizer
 from megatron_rl.backend.parameters import Place, main_copies, places
 
@@ -37,5 +37,5 @@ def step_without(optimizer: Optimizer, frozen: Frozen) -> tuple[bool, float]:
         # Collective, also on ranks that own none of them.
         for main, saved in zip(mains, before, strict=True):
             main.copy_(saved)
-        publish_main_weights(optimizer)
+        copy_main_to_model(optimizer)
     return stepped, norm

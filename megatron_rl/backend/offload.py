@@ -37,7 +37,7 @@ def restore(optimizer: Optimizer, anchor: Anchor | None = None) -> None:
 
 
 @contextlib.contextmanager
-def at_work(optimizer: Optimizer, anchor: Anchor | None = None, *, enabled: bool) -> Iterator[None]:
+def on_device(optimizer: Optimizer, anchor: Anchor | None = None, *, enabled: bool) -> Iterator[None]:
     """Around one model's updates; with `enabled` False it stays as it is."""
     if not enabled:
         yield

@@ -50,7 +50,7 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.backend import platform
-from megatron_rl.backend.anchor import Anchor, Reference, publish_main_weights
+from megatron_rl.backend.anchor import Anchor, Reference, copy_main_to_model
 from megatron_rl.backend.optimizer import Optimizer
 from megatron_rl.backend.parameters import main_copies
 from megatron_rl.errors import CheckpointError
@@ -97,19 +97,19 @@ class AgentStates:
         }
 
 
-def save_states(directory: str | Path, agents: Mapping[str, AgentStates]) -> None:
+def save_states(directory: str | Path, models: Mapping[str, AgentStates]) -> None:
     """Write all states into an existing, empty directory. Collective over the default process group.
 
     Args:
         directory: seen by all ranks.
-        agents: name → states; names become key prefixes.
+        models: name → states; names become key prefixes.
 
     Raises:
         CheckpointError: on every rank, if any could not write or the file system has too little room.
     """
     directory = Path(directory)
     state = {}
-    for name, agent in agents.items():
+    for name, agent in models.items():
         tensors = agent.tensors()
         for slot in _slots(agent.optimizer):
             for kind, pieces in tensors.items():
@@ -119,35 +119,35 @@ def save_states(directory: str | Path, agents: Mapping[str, AgentStates]) -> Non
     _check_space(directory, sum(shard.data.nbytes for shard in state.values()))
     save = partial(dist_checkpointing.save, state, str(directory), _InProcessSave("torch_dist", 1))
     _guarded(save, directory, "could not be written")
-    numbers = {name: agent.numbers() for name, agent in agents.items()}
+    numbers = {name: agent.numbers() for name, agent in models.items()}
     on_first_rank(directory, lambda: (directory / NUMBERS).write_text(json.dumps(numbers, indent=1)))
 
 
-def load_states(directory: str | Path, agents: Mapping[str, AgentStates]) -> None:
+def load_states(directory: str | Path, models: Mapping[str, AgentStates]) -> None:
     """Fill live optimizers, anchors and references, and the models from them. Collective; any layout.
 
     Args:
         directory: written by `save_states`.
-        agents: as built by the run; every state present here must be in the checkpoint.
+        models: as built by the run; every state present here must be in the checkpoint.
 
     Raises:
         CheckpointError: on every rank; a state is missing, unreadable, or of another model. The live states may then be
             partly overwritten.
     """
     directory = Path(directory)
-    numbers = together(directory, lambda: _read_numbers(directory, agents))
-    slots = {name: list(_slots(agent.optimizer)) for name, agent in agents.items()}
-    states = {name: agent.tensors() for name, agent in agents.items()}
+    numbers = together(directory, lambda: _read_numbers(directory, models))
+    slots = {name: list(_slots(agent.optimizer)) for name, agent in models.items()}
+    states = {name: agent.tensors() for name, agent in models.items()}
     wanted = {
         f"{name}.{kind}.{slot.name}": slot.shard(f"{name}.{kind}", torch.zeros(slot.parameter.shape))
-        for name in agents
+        for name in models
         for slot in slots[name]
         if slot.mine
         for kind in states[name]
     }
     together(directory, lambda: _check_keys(directory, wanted))
     read = _guarded(partial(dist_checkpointing.load, wanted, str(directory)), directory, "could not be read")
-    for name, agent in agents.items():
+    for name, agent in models.items():
         for slot in slots[name]:
             for kind, pieces in states[name].items():
                 whole = _hand_out(slot, read.get(f"{name}.{kind}.{slot.name}"))
@@ -155,7 +155,7 @@ def load_states(directory: str | Path, agents: Mapping[str, AgentStates]) -> Non
                     piece = pieces[slot.index]
                     piece.copy_(whole.flatten()[slot.span].view(piece.shape))
         _set_numbers(agent, numbers[name])
-        publish_main_weights(agent.optimizer)
+        copy_main_to_model(agent.optimizer)
 
 
 def _check_space(directory: Path, needed: int) -> None:
@@ -199,9 +199,9 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
         )
 
 
-def _read_numbers(directory: Path, agents: Mapping[str, AgentStates]) -> dict[str, Any]:
+def _read_numbers(directory: Path, models: Mapping[str, AgentStates]) -> dict[str, Any]:
     numbers = json.loads((directory / NUMBERS).read_text())
-    for name, agent in agents.items():
+    for name, agent in models.items():
         if name not in numbers:
             raise CheckpointError("state missing", file=directory, field=name, found=sorted(numbers), expected=name)
         if agent.anchor is not None and "z" not in numbers[name]:

@@ -38,10 +38,10 @@ def train(
     """
     from megatron_rl.config import load_config
     from megatron_rl.launch.environment import ranks
-    from megatron_rl.observe.progress import TerminalWatch
+    from megatron_rl.observe.progress import TerminalProgress
     from megatron_rl.run_dir.lock import run_lock
     from megatron_rl.training.stopping import STOPPED, Stopped, stop_on_signals
-    from megatron_rl.training.trainer import Loop
+    from megatron_rl.training.trainer import Trainer
 
     recorded = [] if rollouts is None else [f"rollout.recorded={rollouts}"]
     settings = load_config(config, [*(overrides or []), *recorded])
@@ -55,10 +55,10 @@ def train(
         ranks(settings) as topology,
         run_lock(settings.output, first=topology.rank == 0),
     ):
-        watch = TerminalWatch(Path(settings.output), silent=topology.rank != 0)
+        watch = TerminalProgress(Path(settings.output), silent=topology.rank != 0)
         stopped = False
         try:
-            Loop(settings, topology, task, watch, stop).run()
+            Trainer(settings, topology, task, watch, stop).run()
         except Stopped:
             stopped = True
         finally:
@@ -110,10 +110,10 @@ def rollout(
     Example: python -m megatron_rl.cli rollout examples/frozen_lake/ppo.yaml rollout.mode=async rollout.external=true
     """
     from megatron_rl.config import load_config
-    from megatron_rl.rollout_worker.main import run_rollouts
+    from megatron_rl.rollout_worker.main import run_rollout_worker
 
     settings = load_config(config, overrides or [])
-    run_rollouts(settings, limit=episodes, weights=weights, end_with_stdin=end_with_stdin)
+    run_rollout_worker(settings, limit=episodes, weights=weights, end_with_stdin=end_with_stdin)
 
 
 @app.command()
@@ -181,13 +181,13 @@ def score(
     """
     from megatron_rl.config import load_config
     from megatron_rl.launch.environment import ranks
-    from megatron_rl.training.actor_critic import build_agents
+    from megatron_rl.training.actor_critic import build_actor_critic
     from megatron_rl.training.offline_scoring import score_directories
 
     settings = load_config(config, overrides or [])
     with ranks(settings) as topology:
         target = output or Path(settings.output) / "scores"
-        files = score_directories(settings, build_agents(settings, topology), rollouts, target)
+        files = score_directories(settings, build_actor_critic(settings, topology), rollouts, target)
         if topology.rank == 0:
             Console().print(f"scored: {', '.join(map(str, files)) or 'nothing new'}", soft_wrap=True)
 

@@ -8,14 +8,14 @@ imported here.
 from megatron_rl.config.algorithm import AlgorithmConfig, OptimizerConfig
 from megatron_rl.config.load import load_config, parse_config
 from megatron_rl.config.model import BatchingConfig, ModelConfig, ParallelConfig, PerformanceConfig, ReplayConfig
-from megatron_rl.config.rollout import GateConfig, RolloutConfig
+from megatron_rl.config.rollout import FirstStepCheckConfig, RolloutConfig
 from megatron_rl.config.run import CheckpointConfig, RunConfig
 
 __all__ = [
     "AlgorithmConfig",
     "BatchingConfig",
     "CheckpointConfig",
-    "GateConfig",
+    "FirstStepCheckConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",

@@ -139,8 +139,8 @@ class RolloutConfig(Section):
         return self
 
 
-class GateConfig(Section):
-    """The step-0 gate: before the first update, trainer and engine must agree on what was sampled."""
+class FirstStepCheckConfig(Section):
+    """The first-step check: before the first update, trainer and engine must agree on what was sampled."""
 
     enabled: bool = True
     """Check before the first update."""

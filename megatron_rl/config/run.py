@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from megatron_rl.config.algorithm import AlgorithmConfig, OptimizerConfig
 from megatron_rl.config.model import BatchingConfig, ModelConfig, ParallelConfig, PerformanceConfig, ReplayConfig
 from megatron_rl.config.refusals import single_responses
-from megatron_rl.config.rollout import GateConfig, RolloutConfig
+from megatron_rl.config.rollout import FirstStepCheckConfig, RolloutConfig
 from megatron_rl.config.section import Section
 
 
@@ -57,8 +57,8 @@ class RunConfig(Section):
     """Episodes and sampling."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Saving and resuming."""
-    gate: GateConfig = Field(default_factory=GateConfig)
-    """The step-0 gate."""
+    first_step_check: FirstStepCheckConfig = Field(default_factory=FirstStepCheckConfig)
+    """Trainer against engine before the first update."""
 
     @model_validator(mode="after")
     def _asynchronous_anchor_is_chosen(self) -> RunConfig:

@@ -157,13 +157,13 @@ class LocalEngine:
         self._captured = captured
         self._prefixes = _PrefixStore(self._prefix_tokens)
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Leave the device until `wake`: weights go to the CPU, stored prefixes are forgotten."""
         self.model.to("cpu")
         self._prefixes = _PrefixStore(self._prefix_tokens)
 
     def wake(self) -> None:
-        """Come back after `rest`; nothing if awake."""
+        """Come back after `sleep`; nothing if awake."""
         self.model.to(self.device)
 
     def header(self, tokenizer_hash: str) -> RolloutHeader:

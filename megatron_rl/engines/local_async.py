@@ -84,9 +84,9 @@ class LocalAsyncEngine:
         """
         await self._in_thread(lambda: self._load(weights, version))
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         """Leave the device until the next call or update: weights go to the CPU, stored prefixes are forgotten."""
-        await self._in_thread(self._engine.rest)
+        await self._in_thread(self._engine.sleep)
 
     async def close(self) -> None:
         """End the thread; callers that wait are cancelled."""

@@ -151,7 +151,7 @@ class StreamingWriter:
         for file in self._directory.iterdir():
             make_durable(file)
         make_durable(self._directory)
-        publish_directory(self._directory, self.path)
+        replace_directory(self._directory, self.path)
 
     def _copy_mtp(self) -> None:
         if self._config.keep_mtp:
@@ -227,7 +227,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def publish_directory(directory: Path, target: Path) -> None:
+def replace_directory(directory: Path, target: Path) -> None:
     """Give a whole, durable directory its name. What had the name is renamed away first, then removed."""
     replaced = target.with_name(f"{directory.name}.replaced")
     if target.exists():

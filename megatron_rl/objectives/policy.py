@@ -44,7 +44,7 @@ def reinforce(logprobs: Tensor, advantages: Tensor, weights: Tensor | None = Non
 
 
 def sft(logprobs: Tensor) -> Tensor:
-    """-log π_θ per decision `[D]`: cold start, or VAPO's added likelihood of correct samples."""
+    """-log π_θ per decision `[D]`: warm start, or VAPO's added likelihood of correct samples."""
     return -widen(logprobs)
 
 

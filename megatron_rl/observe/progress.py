@@ -31,7 +31,7 @@ SHOWN = {
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-class TerminalWatch:
+class TerminalProgress:
     """Watches a run on rank 0: a progress bar, `metrics.jsonl`, TensorBoard. Other ranks use `silent=True`.
 
     Args:

@@ -16,7 +16,7 @@ UNITS = {
     "rollout/turns_mean": "turns",
     "actor/kl": "nats",
     "actor/entropy": "nats",
-    "gate/k3": "nats",
+    "first_step/k3": "nats",
     "throughput/train_tokens_per_second_per_rank": "tokens/s",
     "throughput/rollout_tokens_per_second_per_rank": "tokens/s",
     "throughput/mfu": "share of measured matrix-multiply peak",

@@ -43,7 +43,7 @@ class RolloutEngine(AsyncTokenEngine, Protocol):
         """Serve other weights, or raise an `EngineError` or `CheckpointError` and serve the old ones on."""
         ...
 
-    async def rest(self) -> Footprint | None:
+    async def sleep(self) -> Footprint | None:
         """Leave the device until the next call or update. What that gave back; None: not measured.
 
         Raises:
@@ -90,9 +90,9 @@ def _embedded(config: RunConfig, weights: Path, version: int) -> RolloutEngine:
 
 
 def _vllm(config: RunConfig, weights: Path, version: int) -> RolloutEngine:
-    from megatron_rl.engines.vllm.inprocess_replica import EmbeddedReplica
+    from megatron_rl.engines.vllm.inprocess_replica import InProcessReplica
 
-    return _Pool(_pool(config, [EmbeddedReplica(_options(config, weights))], weights, version))
+    return _Pool(_pool(config, [InProcessReplica(_options(config, weights))], weights, version))
 
 
 def _vllm_http(config: RunConfig, weights: Path, version: int) -> RolloutEngine:
@@ -124,7 +124,7 @@ def _options(config: RunConfig, weights: Path) -> Any:
 
 
 def _pool(config: RunConfig, replicas: Sequence[Any], weights: Path, version: int) -> VllmEngine:
-    from megatron_rl.engines.vllm.engine import PoolSettings, VllmEngine
+    from megatron_rl.engines.vllm.engine import ReplicaSetSettings, VllmEngine
 
     engine = VllmEngine(
         replicas,
@@ -132,7 +132,7 @@ def _pool(config: RunConfig, replicas: Sequence[Any], weights: Path, version: in
         version=version,
         temperature=config.rollout.temperature,
         seed=_seed(config),
-        settings=PoolSettings(start_timeout=config.rollout.start_timeout),
+        settings=ReplicaSetSettings(start_timeout=config.rollout.start_timeout),
     )
     if config.rollout.colocated and not engine.can_rest:
         engine.close()
@@ -171,8 +171,8 @@ class _Pool:
     async def update(self, weights: Path, version: int) -> None:
         await asyncio.to_thread(self._engine.load, weights, version)
 
-    async def rest(self) -> Footprint:
-        return await asyncio.to_thread(self._engine.rest)
+    async def sleep(self) -> Footprint:
+        return await asyncio.to_thread(self._engine.sleep)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._engine.close)

@@ -18,7 +18,7 @@ from megatron_rl.environments.base import Task
 from megatron_rl.environments.tasks import make_task
 from megatron_rl.errors import ConfigError, LaunchError
 from megatron_rl.rollout_worker.engines import start_engine
-from megatron_rl.rollout_worker.worker import RolloutProcess, newest
+from megatron_rl.rollout_worker.worker import RolloutWorker, newest
 from megatron_rl.run_dir.exchange import Exchange, Heartbeat
 from megatron_rl.run_dir.lock import run_lock
 
@@ -26,7 +26,7 @@ START_WAIT = 0.2
 ORPHAN_SECONDS = 10.0
 
 
-def run_rollouts(
+def run_rollout_worker(
     config: RunConfig, *, limit: int | None = None, weights: Path | None = None, end_with_stdin: bool = False
 ) -> None:
     """Play until the trainer of the run is done.
@@ -40,7 +40,7 @@ def run_rollouts(
     Raises:
         ConfigError: weights without a limit: nobody would say when it is enough.
         LaunchError: another rollout process plays for this run.
-        EngineError, RolloutError: see `RolloutProcess.run`; the trainer reads of it in the heartbeat.
+        EngineError, RolloutError: see `RolloutWorker.run`; the trainer reads of it in the heartbeat.
     """
     if weights is not None and limit is None:
         raise ConfigError("playing without a trainer needs an end", setting="--episodes")
@@ -83,7 +83,7 @@ async def _play(config: RunConfig, exchange: Exchange, task: Task, limit: int | 
     version, weights = (0, weights) if alone else await _first_weights(config, exchange)
     engine = await start_engine(config, weights, version)
     try:
-        await RolloutProcess(config, task, engine, limit, alone=alone).run()
+        await RolloutWorker(config, task, engine, limit, alone=alone).run()
     finally:
         await engine.close()
 

@@ -20,8 +20,8 @@ from megatron_rl.environments.base import EpisodeSpec, Task
 
 
 @dataclass(frozen=True)
-class Planned:
-    """An episode of the feed."""
+class ScheduledEpisode:
+    """An episode of the scheduler."""
 
     spec: EpisodeSpec
     block: int
@@ -32,7 +32,7 @@ class Planned:
     """Place of the task that it is from."""
 
 
-class SpecFeed:
+class EpisodeScheduler:
     """Hands out the episodes of a run, one at a time.
 
     Args:
@@ -54,7 +54,7 @@ class SpecFeed:
         planned = _planned(levels, level_of, block_size)
         self._specs = (found for found in planned if found.spec.trajectory_id not in recorded)
         self._next = next(self._specs)
-        self._last: Planned | None = None
+        self._last: ScheduledEpisode | None = None
         self._limit = limit
         self._changed = asyncio.Condition()
         self.begun = len(recorded)
@@ -68,7 +68,7 @@ class SpecFeed:
                 self.room = room
                 self._changed.notify_all()
 
-    async def take(self) -> Planned | None:
+    async def take(self) -> ScheduledEpisode | None:
         """The next episode, once there is room for it; None: all that was wanted has begun."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._ended or self.begun < self.room or self._inside_group)
@@ -99,11 +99,11 @@ class SpecFeed:
         return last is not None and (last.block, last.spec.group_id) == (following.block, following.spec.group_id)
 
 
-def _planned(levels: Sequence[Task], level_of: Callable[[int], int], block_size: int) -> Iterator[Planned]:
+def _planned(levels: Sequence[Task], level_of: Callable[[int], int], block_size: int) -> Iterator[ScheduledEpisode]:
     for block in itertools.count():
         level = level_of(block)
         specs = levels[level].training_specs(block, block_size)
         sizes = Counter(spec.group_id for spec in specs)
         first = {spec.group_id: place for place, spec in reversed(list(enumerate(specs)))}
         for spec in sorted(specs, key=lambda spec: first[spec.group_id]):
-            yield Planned(spec, block, sizes[spec.group_id], level)
+            yield ScheduledEpisode(spec, block, sizes[spec.group_id], level)

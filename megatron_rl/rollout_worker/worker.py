@@ -1,6 +1,6 @@
 """The rollout process: plays without end, writes what finishes, and takes up new weights while it plays.
 
-    trainer's progress → room in the feed → episodes in flight → shards        (back-pressure, one way)
+    trainer's progress → room in the scheduler → episodes in flight → shards        (back-pressure, one way)
     trainer's published weights → engine, between two of its calls             (a trajectory may span versions)
 
 It can be killed and started again at any time: what it has to know lies in the run directory. Its level of a curriculum
@@ -26,7 +26,7 @@ from megatron_rl.episodes.concurrent import PlayLimits, play
 from megatron_rl.episodes.episode import EpisodeLimits, Repetition
 from megatron_rl.errors import CheckpointError, EngineError, EngineUnavailableError, LaunchError
 from megatron_rl.rollout_worker.engines import RolloutEngine
-from megatron_rl.rollout_worker.scheduler import Planned, SpecFeed
+from megatron_rl.rollout_worker.scheduler import EpisodeScheduler, ScheduledEpisode
 from megatron_rl.rollout_worker.shard_writer import ShardWriter, recorded_ids
 from megatron_rl.rollouts.schema import Trajectory
 from megatron_rl.run_dir.exchange import Exchange, Heartbeat, Progress
@@ -36,7 +36,7 @@ BEAT_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
-class RolloutProcess:
+class RolloutWorker:
     """Everything but the engine's start. Make it inside the event loop that runs it.
 
     Args:
@@ -59,7 +59,7 @@ class RolloutProcess:
         self._levels, self._curriculum = training_tasks(config, task), make_curriculum(config)
         self._begun_at = count_recorded(self._curriculum, self._exchange.stream) if self._curriculum else {}
         """Levels of blocks that an earlier process recorded episodes of."""
-        self._feed = SpecFeed(self._levels, self._level_of, rollout.episodes, recorded, limit)
+        self._scheduler = EpisodeScheduler(self._levels, self._level_of, rollout.episodes, recorded, limit)
         self._writer = ShardWriter(
             self._exchange.stream,
             engine.header(task.vocabulary.fingerprint),
@@ -88,11 +88,11 @@ class RolloutProcess:
         playing = asyncio.create_task(self._play_all())
         works = [self._flush, self._beat]
         if self._alone:
-            await self._feed.allow(self._limit)
+            await self._scheduler.allow(self._limit)
         else:
             works += [self._watch, self._follow_weights]
         if self._config.rollout.colocated:
-            works.append(self._rest_when_idle)
+            works.append(self._sleep_when_idle)
         around = [asyncio.create_task(work()) for work in works]
         try:
             done, _ = await asyncio.wait([playing, *around], return_when=asyncio.FIRST_COMPLETED)
@@ -112,7 +112,7 @@ class RolloutProcess:
     def _heartbeat(self, state: str, problem: str = "") -> Heartbeat:
         recorded = self._before + self._writer.written
         problem = problem or self._writer.problem or self._trouble
-        in_flight = self._feed.begun - recorded
+        in_flight = self._scheduler.begun - recorded
         told = {"level": self._curriculum.level, "success": self._curriculum.success} if self._curriculum else {}
         return Heartbeat(
             time.time_ns(), state, self._engine.version, recorded, problem, in_flight, **told, **self._footprint
@@ -135,10 +135,10 @@ class RolloutProcess:
 
     async def _lane(self, start: float) -> None:
         """One episode after another, each once there is room for it, the first after `start` seconds."""
-        place: deque[Planned] = deque()
+        place: deque[ScheduledEpisode] = deque()
 
         async def refill() -> None:
-            planned = await self._feed.take()
+            planned = await self._scheduler.take()
             place.extend([] if planned is None else [planned])
 
         async def finished(trajectory: Trajectory) -> None:
@@ -148,7 +148,7 @@ class RolloutProcess:
             if len(trajectory.tokens):
                 await self._record(trajectory, planned)
             else:
-                await self._feed.give_back()
+                await self._scheduler.give_back()
             await refill()
 
         def make_env(spec: EpisodeSpec) -> TextEnvironment:
@@ -158,7 +158,7 @@ class RolloutProcess:
         await refill()
         await play(self._engine, make_env, _specs(place), self._limits(1), finished)
 
-    async def _record(self, trajectory: Trajectory, planned: Planned) -> None:
+    async def _record(self, trajectory: Trajectory, planned: ScheduledEpisode) -> None:
         stamp: dict[str, int] = {"block": planned.block, "group_size": planned.group_size}
         if self._curriculum:
             stamp[LEVEL] = planned.level
@@ -207,7 +207,7 @@ class RolloutProcess:
                 return
             # Room that new weights bring is for episodes that begin under them.
             if seen is not None and self._engine.version >= seen.version:
-                await self._feed.allow(seen.taken + self._ahead)
+                await self._scheduler.allow(seen.taken + self._ahead)
             if patience and time.monotonic() - changed > patience:
                 raise LaunchError(
                     "the trainer makes no progress", file=self._exchange.output,
@@ -218,31 +218,31 @@ class RolloutProcess:
     async def _flush(self) -> None:
         while True:
             # The trainer may be waiting for the last ones: nothing else will come to fill their shard.
-            all_landed = self._feed.begun == self._before + self._writer.written + self._writer.held
-            await self._writer.flush(all_of_it=all_landed and self._feed.starved)
+            all_landed = self._scheduler.begun == self._before + self._writer.written + self._writer.held
+            await self._writer.flush(all_of_it=all_landed and self._scheduler.starved)
             await asyncio.sleep(WATCH_SECONDS)
 
     async def _beat(self) -> None:
         while True:
             idle = "asleep" if self._asleep else "waiting"
             # One moment's state and counts: the trainer gives up groups by them.
-            heartbeat = self._heartbeat(idle if self._feed.starved else "playing")
+            heartbeat = self._heartbeat(idle if self._scheduler.starved else "playing")
             await asyncio.to_thread(self._exchange.write_heartbeat, heartbeat)
             await asyncio.sleep(BEAT_SECONDS)
 
-    async def _rest_when_idle(self) -> None:
+    async def _sleep_when_idle(self) -> None:
         """Colocated: leave the device to the trainer once all that there was room for is on disk."""
         while True:
             async with self._steady:
-                await self._rest_if_idle()
+                await self._sleep_if_idle()
             await asyncio.sleep(WATCH_SECONDS)
 
-    async def _rest_if_idle(self) -> None:
+    async def _sleep_if_idle(self) -> None:
         written = self._before + self._writer.written
-        if not self._feed.starved or self._feed.begun != written or self._due(self._engine.version):
+        if not self._scheduler.starved or self._scheduler.begun != written or self._due(self._engine.version):
             self._asleep = False
         elif not self._asleep and self._room_is_settled():
-            if found := await self._engine.rest():
+            if found := await self._engine.sleep():
                 self._footprint = {"awake_bytes": found.awake, "asleep_bytes": found.asleep}
             self._asleep = True
             self.tell("asleep")
@@ -253,7 +253,7 @@ class RolloutProcess:
         progress = self._exchange.progress()
         if progress is None or progress.version != self._engine.version:
             return progress is not None and progress.version > self._engine.version
-        return self._feed.room >= progress.taken + self._ahead
+        return self._scheduler.room >= progress.taken + self._ahead
 
     async def _follow_weights(self) -> None:
         while True:
@@ -311,6 +311,6 @@ def newest(exchange: Exchange) -> tuple[int, Path] | None:
     return max(exchange.published().items(), default=None)
 
 
-def _specs(place: deque[Planned]) -> Iterator[EpisodeSpec]:
+def _specs(place: deque[ScheduledEpisode]) -> Iterator[EpisodeSpec]:
     while place:
         yield place[0].spec

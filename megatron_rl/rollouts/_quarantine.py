@@ -12,7 +12,7 @@ import xxhash
 
 from megatron_rl.errors import RolloutError
 from megatron_rl.rollouts._decode import list_lengths
-from megatron_rl.rollouts._shard_files import publish
+from megatron_rl.rollouts._shard_files import commit_shard
 from megatron_rl.rollouts.store import open_shard
 
 
@@ -43,5 +43,5 @@ def _copy_rows(source: Path, errors: Sequence[RolloutError], directory: str | Pa
     target = Path(directory) if directory is not None else source.parent / "quarantine"
     name = f"{source.stem}-{xxhash.xxh3_64_hexdigest(f'{source.resolve()} {rows}'.encode())}"
     tokens = int(np.sum([list_lengths(chunk).sum() for chunk in table.column("tokens").chunks]))
-    publish(target, name, table, tokens=tokens, replace=True)
+    commit_shard(target, name, table, tokens=tokens, replace=True)
     return str(target / f"{name}.arrow")

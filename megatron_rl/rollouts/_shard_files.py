@@ -63,7 +63,7 @@ class _HashingSink:
         self.closed = True
 
 
-def publish(directory: Path, name: str, table: pa.Table, *, tokens: int, replace: bool = False) -> ShardInfo:
+def commit_shard(directory: Path, name: str, table: pa.Table, *, tokens: int, replace: bool = False) -> ShardInfo:
     """Write `table` as the committed shard `name`.arrow of `directory` (made if absent).
 
     Raises:

@@ -25,7 +25,7 @@ from megatron_rl.rollouts._decode import decode
 from megatron_rl.rollouts._encode import encode
 from megatron_rl.rollouts._format import TOKEN_COLUMNS, decode_header
 from megatron_rl.rollouts._mapping import map_file, prefetch_columns
-from megatron_rl.rollouts._shard_files import SUFFIX, ShardInfo, check_shard, publish, read_entry, read_manifest
+from megatron_rl.rollouts._shard_files import SUFFIX, ShardInfo, check_shard, commit_shard, read_entry, read_manifest
 from megatron_rl.rollouts.schema import RolloutBatch, RolloutHeader, Trajectory
 
 __all__ = ["ShardInfo", "read_batch", "read_manifest", "select_rows", "trajectory_at", "write_shard"]
@@ -47,7 +47,7 @@ def write_shard(
     """
     directory, name = Path(directory), name or f"shard-{uuid4().hex}"
     table = encode(header, trajectories, directory / (name + SUFFIX))
-    return publish(directory, name, table, tokens=sum(len(trajectory.tokens) for trajectory in trajectories))
+    return commit_shard(directory, name, table, tokens=sum(len(trajectory.tokens) for trajectory in trajectories))
 
 
 def read_batch(

@@ -18,7 +18,7 @@ from megatron_rl.hf.config import HFModelConfig, read_hf_config
 
 
 @dataclass
-class Agents:
+class ActorCritic:
     """Actor and critic on the same ranks, in one layout; group methods have no critic."""
 
     config: RunConfig
@@ -40,12 +40,12 @@ class Agents:
         """The models there are: `actor`, and `critic` where there is one."""
         return ("actor",) if self.critic is None else ("actor", "critic")
 
-    def at_work(self, name: str):
+    def on_device(self, name: str):
         """Context around the updates of `actor` or `critic`: its gradients and optimizer states are on the device."""
         optimizer, anchor = self._parts(name)
         if optimizer is None:
             return contextlib.nullcontext()
-        return offload.at_work(optimizer, anchor, enabled=self.topology.config.phase_offload)
+        return offload.on_device(optimizer, anchor, enabled=self.topology.config.phase_offload)
 
     def release_all(self) -> None:
         """Move what no phase needs yet off the device, where phases are to be offloaded."""
@@ -69,7 +69,7 @@ class Agents:
         )
 
 
-def build_agents(config: RunConfig, topology: Topology) -> Agents:
+def build_actor_critic(config: RunConfig, topology: Topology) -> ActorCritic:
     """Build, import and wrap actor and critic.
 
     Raises:
@@ -80,7 +80,7 @@ def build_agents(config: RunConfig, topology: Topology) -> Agents:
     if algorithm.needs_critic:
         path = config.model.critic_path or config.model.path
         critic = _build(config, topology, path, "value", config.critic_optimizer)
-    return Agents(
+    return ActorCritic(
         config=config,
         topology=topology,
         actor=actor,

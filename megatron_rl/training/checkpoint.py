@@ -40,7 +40,7 @@ from megatron_rl.backend.sharded_checkpoint import (
 from megatron_rl.backend.topology import Topology
 from megatron_rl.errors import CheckpointError
 from megatron_rl.files import make_durable
-from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.actor_critic import ActorCritic
 
 MANIFEST, RUN, RANDOM, STATES, PAUSE = "manifest.json", "run.json", "random", "states", "iteration.pt"
 LIBRARIES = ("megatron_rl", "megatron-core", "torch", "numpy", "transformer-engine")
@@ -63,7 +63,7 @@ class Found:
 def save_checkpoint(
     root: str | Path,
     iteration: int,
-    agents: Agents,
+    models: ActorCritic,
     cursor: Mapping[str, Any],
     keep: int,
     *,
@@ -75,7 +75,7 @@ def save_checkpoint(
     Args:
         root: directory of the run's checkpoints, seen by all ranks; made if absent.
         iteration: completed iterations; names the directory.
-        agents: the live parts.
+        models: the live parts.
         cursor: where the data stands, as JSON: what the loop needs to go on (iteration, consumed shards, seed state).
         keep: newest checkpoints kept, at least 1.
         keep_every: checkpoints of iterations divisible by this are kept for good; 0: none.
@@ -90,10 +90,10 @@ def save_checkpoint(
     root = Path(root)
     final = root / f"iteration_{iteration:08d}"
     partial = root / f".{final.name}.partial"
-    text = together(final, lambda: _run_json(iteration, agents, cursor))
+    text = together(final, lambda: _run_json(iteration, models, cursor))
     on_first_rank(partial, lambda: _start(partial))
     try:
-        save_states(partial / STATES, _states(agents))
+        save_states(partial / STATES, _states(models))
         own = partial / RANDOM / f"{dist.get_rank():05d}.json"
         together(own, lambda: _write(own, json.dumps(random_states())))
         on_first_rank(partial, lambda: _write(partial / RUN, text))
@@ -109,8 +109,8 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(path: str | Path, agents: Agents) -> dict[str, Any]:
-    """Continue from a checkpoint: fills agents, weight version and random generators. Collective; any layout.
+def load_checkpoint(path: str | Path, models: ActorCritic) -> dict[str, Any]:
+    """Continue from a checkpoint: fills models, weight version and random generators. Collective; any layout.
 
     Random generators are restored under the layout that saved them. Under another one there is no such thing as the
     same states: they stay as seeded, with a warning. Nothing random enters a forward pass or an update.
@@ -123,9 +123,9 @@ def load_checkpoint(path: str | Path, agents: Agents) -> dict[str, Any]:
     """
     path = Path(path)
     run = together(path, lambda: _read_run(path))
-    load_states(path / STATES, _states(agents))
-    agents.version = run["version"]
-    if run["layout"] == _layout(agents.topology):
+    load_states(path / STATES, _states(models))
+    models.version = run["version"]
+    if run["layout"] == _layout(models.topology):
         own = path / RANDOM / f"{dist.get_rank():05d}.json"
         together(own, lambda: restore_random_states(json.loads(own.read_text())))
     elif dist.get_rank() == 0:
@@ -175,20 +175,20 @@ def faults(path: Path, share: int = 0, shares: int = 1, *, checksums: bool = Tru
     return None
 
 
-def _states(agents: Agents) -> dict[str, AgentStates]:
-    states = {"actor": AgentStates(agents.actor, agents.anchor, agents.reference)}
-    return states if agents.critic is None else {**states, "critic": AgentStates(agents.critic)}
+def _states(models: ActorCritic) -> dict[str, AgentStates]:
+    states = {"actor": AgentStates(models.actor, models.anchor, models.reference)}
+    return states if models.critic is None else {**states, "critic": AgentStates(models.critic)}
 
 
-def _run_json(iteration: int, agents: Agents, cursor: Mapping[str, Any]) -> str:
+def _run_json(iteration: int, models: ActorCritic, cursor: Mapping[str, Any]) -> str:
     _check_cursor(cursor)
     return json.dumps(
         {
             "iteration": iteration,
-            "version": agents.version,
+            "version": models.version,
             "cursor": cursor,
-            "config": agents.config.model_dump(mode="json"),
-            "layout": _layout(agents.topology),
+            "config": models.config.model_dump(mode="json"),
+            "layout": _layout(models.topology),
             "libraries": dict(_libraries()),
         },
         indent=1,

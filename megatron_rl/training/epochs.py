@@ -14,7 +14,7 @@ from itertools import groupby
 import numpy as np
 
 from megatron_rl.batching import split_minibatches
-from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.actor_critic import ActorCritic
 from megatron_rl.training.records import ScoredBatch
 from megatron_rl.training.update import update_actor, update_critic
 
@@ -22,7 +22,7 @@ Timed = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class Step:
+class OptimizerStep:
     """One optimizer step to do."""
 
     model: str
@@ -31,18 +31,18 @@ class Step:
     """int64: its trajectories."""
 
 
-def planned_steps(agents: Agents, scored: ScoredBatch, iteration: int) -> list[Step]:
+def planned_steps(models: ActorCritic, scored: ScoredBatch, iteration: int) -> list[OptimizerStep]:
     """The optimizer steps of an iteration, in order: none of a critic that there is not, none of the actor while the
     critic warms up alone."""
-    algorithm = agents.config.algorithm
-    steps = _epochs(agents, scored, iteration, "critic", algorithm.critic_epochs) if agents.critic is not None else []
-    if not agents.controllers.critic_only(iteration):
-        steps += _epochs(agents, scored, iteration, "actor", algorithm.actor_epochs)
+    algorithm = models.config.algorithm
+    steps = _epochs(models, scored, iteration, "critic", algorithm.critic_epochs) if models.critic is not None else []
+    if not models.controllers.critic_only(iteration):
+        steps += _epochs(models, scored, iteration, "actor", algorithm.actor_epochs)
     return steps
 
 
-def train_on(
-    agents: Agents,
+def train_epochs(
+    models: ActorCritic,
     scored: ScoredBatch,
     iteration: int,
     timed: Timed,
@@ -53,7 +53,7 @@ def train_on(
     """Do the steps of an iteration that are not done yet.
 
     Args:
-        agents: live parts, changed.
+        models: live parts, changed.
         scored: the iteration's batch.
         iteration: seeds the shuffles, decides whether the critic still warms up alone.
         timed: context around each model's rounds, given its name.
@@ -63,15 +63,15 @@ def train_on(
     Returns:
         Metrics of all steps done, those of `done` first, and whether the iteration is complete.
     """
-    plan = planned_steps(agents, scored, iteration)
+    plan = planned_steps(models, scored, iteration)
     metrics = list(done)
     for model, steps in groupby(plan[len(metrics) :], key=lambda step: step.model):
         update = {"critic": update_critic, "actor": update_actor}[model]
-        with timed(model), agents.at_work(model):
+        with timed(model), models.on_device(model):
             for step in steps:
                 if stop():
                     return metrics, False
-                metrics.append(update(agents, scored, step.rows))
+                metrics.append(update(models, scored, step.rows))
     return metrics, True
 
 
@@ -82,14 +82,16 @@ def means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
-def _epochs(agents: Agents, scored: ScoredBatch, iteration: int, model: str, epochs: int) -> list[Step]:
-    return [Step(model, rows) for epoch in range(epochs) for rows in _minibatches(agents, scored, iteration, epoch)]
+def _epochs(models: ActorCritic, scored: ScoredBatch, iteration: int, model: str, epochs: int) -> list[OptimizerStep]:
+    return [
+        OptimizerStep(model, rows) for epoch in range(epochs) for rows in _minibatches(models, scored, iteration, epoch)
+    ]
 
 
-def _minibatches(agents: Agents, scored: ScoredBatch, iteration: int, epoch: int) -> list[np.ndarray]:
+def _minibatches(models: ActorCritic, scored: ScoredBatch, iteration: int, epoch: int) -> list[np.ndarray]:
     """Rows of each optimizer step; whole groups where the loss joins the responses of a group."""
-    count, seed = agents.config.algorithm.minibatches, agents.config.seed + iteration
-    if agents.config.algorithm.method.clock == "group":
+    count, seed = models.config.algorithm.minibatches, models.config.seed + iteration
+    if models.config.algorithm.method.clock == "group":
         names = np.asarray(scored.batch.group_ids)[scored.rows]
         groups = np.unique(names).tolist()
         parts = split_minibatches(len(groups), count, seed, epoch, groups)

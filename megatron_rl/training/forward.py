@@ -20,7 +20,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.errors import RouteError
 from megatron_rl.reduce import gather_slots
 from megatron_rl.rollouts.schema import RolloutBatch
-from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.actor_critic import ActorCritic
 
 
 def readout(config: RunConfig) -> Readout:
@@ -28,27 +28,27 @@ def readout(config: RunConfig) -> Readout:
     return Readout(config.rollout.temperature, config.batching.logprob_chunk)
 
 
-def plan(agents: Agents, stream: TokenStream, rows: np.ndarray, *, budget: int | None = None) -> MicroBatchPlan:
+def plan(models: ActorCritic, stream: TokenStream, rows: np.ndarray, *, budget: int | None = None) -> MicroBatchPlan:
     """Micro-batches of these trajectories under the run's layout and token budget."""
-    layout, batching = agents.topology.config, agents.config.batching
+    layout, batching = models.topology.config, models.config.batching
     return plan_micro_batches(
         stream.lengths,
         token_budget=budget or batching.token_budget,
-        data_ranks=agents.topology.dp,
+        data_ranks=models.topology.dp,
         cp=layout.context,
         tp=layout.tensor,
-        cost=agents.cost,
+        cost=models.cost,
         count_multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
         rows=rows,
-        pad_each_to=padded_to(agents, stream, rows),
+        pad_each_to=padded_to(models, stream, rows),
     )
 
 
-def padded_to(agents: Agents, stream: TokenStream, rows: np.ndarray) -> int | None:
+def padded_to(models: ActorCritic, stream: TokenStream, rows: np.ndarray) -> int | None:
     """Common padded length of unpacked batching, None when packing."""
-    if agents.config.batching.packed or not len(rows):
+    if models.config.batching.packed or not len(rows):
         return None
-    multiple = 2 * agents.topology.config.context if agents.topology.config.context > 1 else 1
+    multiple = 2 * models.topology.config.context if models.topology.config.context > 1 else 1
     return -(-int(stream.lengths[rows].max()) // multiple) * multiple
 
 
@@ -70,26 +70,26 @@ def route_spec(model: Model, batch: RolloutBatch, *, replay: bool) -> RouteSpec:
 
 
 def prepare(
-    agents: Agents, model: Model, stream: TokenStream, batch: RolloutBatch, planned: MicroBatchPlan, rows: np.ndarray,
-    *, replay: bool, aux_weight: float | None = None,
+    models: ActorCritic, model: Model, stream: TokenStream, batch: RolloutBatch, planned: MicroBatchPlan,
+    rows: np.ndarray, *, replay: bool, aux_weight: float | None = None,
 ) -> list[MicroBatch]:  # fmt: skip
     """This rank's micro-batches of a plan."""
     return prepare_micro_batches(
         stream,
         planned,
-        agents.topology,
+        models.topology,
         route_spec(model, batch, replay=replay),
-        pad_each_to=padded_to(agents, stream, rows),
+        pad_each_to=padded_to(models, stream, rows),
         aux_weight=aux_weight,
     )
 
 
 def score_slots(
-    agents: Agents, optimizer: Optimizer, stream: TokenStream, micro_batches: list[MicroBatch], length: int
+    models: ActorCritic, optimizer: Optimizer, stream: TokenStream, micro_batches: list[MicroBatch], length: int
 ) -> torch.Tensor:
     """[c, slots] readings on every rank, without gradients."""
-    topology = agents.topology
-    slots, readings = score(optimizer.model, micro_batches, length, readout(agents.config))
+    topology = models.topology
+    slots, readings = score(optimizer.model, micro_batches, length, readout(models.config))
     return gather_slots(
         slots,
         readings,
@@ -100,12 +100,12 @@ def score_slots(
     )
 
 
-def policy_logprobs(agents: Agents, stream: TokenStream, batch: RolloutBatch, rows, *, budget=None, replay=None):
+def policy_logprobs(models: ActorCritic, stream: TokenStream, batch: RolloutBatch, rows, *, budget=None, replay=None):
     """[D] log-probs of the live actor weights for these trajectories, 0 for decisions of others."""
-    planned = plan(agents, stream, rows, budget=budget)
-    replay = agents.config.replay.enabled if replay is None else replay
-    parts = prepare(agents, agents.actor.model, stream, batch, planned, rows, replay=replay)
-    return score_slots(agents, agents.actor, stream, parts, planned.length)[0]
+    planned = plan(models, stream, rows, budget=budget)
+    replay = models.config.replay.enabled if replay is None else replay
+    parts = prepare(models, models.actor.model, stream, batch, planned, rows, replay=replay)
+    return score_slots(models, models.actor, stream, parts, planned.length)[0]
 
 
 def streams(batch: RolloutBatch) -> tuple[TokenStream, TokenStream]:

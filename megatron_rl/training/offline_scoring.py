@@ -21,7 +21,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.errors import RolloutError
 from megatron_rl.files import atomic_file
 from megatron_rl.rollouts.schema import ModelFingerprint
-from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.actor_critic import ActorCritic
 from megatron_rl.training.forward import policy_logprobs
 from megatron_rl.training.records import ScoredBatch
 from megatron_rl.training.rollout_sources.validation import UNKNOWN_TOKENIZER, load_validated
@@ -31,12 +31,12 @@ _ANY_VERSION = np.iinfo(np.int32).max
 """Nothing is trained, so tokens of every weight version are welcome."""
 
 
-def score_directories(config: RunConfig, agents: Agents, rollouts: Path, output: Path) -> list[Path]:
+def score_directories(config: RunConfig, models: ActorCritic, rollouts: Path, output: Path) -> list[Path]:
     """Score shards, directory by directory. Collective; rank 0 writes.
 
     Args:
         config: the run.
-        agents: live models.
+        models: live models.
         rollouts: a directory of shards, or one that holds such directories, like a run's `rollouts/`.
         output: `NAME.arrow` for a directory NAME is written here.
 
@@ -46,15 +46,15 @@ def score_directories(config: RunConfig, agents: Agents, rollouts: Path, output:
     Raises:
         RolloutError: no shards, or a fault that `validate` finds.
     """
-    hf = agents.actor.model.hf
+    hf = models.actor.model.hf
     expected = ModelFingerprint(hf.model_type, hf.vocab_size, hf.num_experts, hf.topk, hf.moe_layers, UNKNOWN_TOKENIZER)
     written = []
     for directory in shard_directories(rollouts):
         target = output / f"{directory.name}.arrow"
         if not _on_all_ranks(target.exists()):
             batch, _ = load_validated(config, directory, expected, _ANY_VERSION)
-            scored = score_batch(agents, batch)
-            logprobs = policy_logprobs(agents, scored.actor, batch, scored.rows)
+            scored = score_batch(models, batch)
+            logprobs = policy_logprobs(models, scored.actor, batch, scored.rows)
             if dist.get_rank() == 0:
                 _write(target, scores_table(scored, logprobs))
             written.append(target)

@@ -25,7 +25,7 @@ _READ_AGAIN = ("batch", "actor", "critic")
 
 
 @dataclass(frozen=True)
-class Pause:
+class PartialIteration:
     """Where an iteration stands."""
 
     scored: ScoredBatch
@@ -47,7 +47,7 @@ class Pause:
         return buffer.getvalue()
 
 
-def from_file(path: Path, batch: RolloutBatch) -> Pause:
+def read_partial_iteration(path: Path, batch: RolloutBatch) -> PartialIteration:
     """Read what `to_bytes` made.
 
     Args:
@@ -57,7 +57,9 @@ def from_file(path: Path, batch: RolloutBatch) -> Pause:
     found = torch.load(path, map_location=platform.device(), weights_only=True)
     actor, critic = streams(batch)
     state = found["scored"] | {"rows": found["scored"]["rows"].cpu().numpy()}
-    return Pause(ScoredBatch(batch=batch, actor=actor, critic=critic, **state), found["values"], found["steps"])
+    return PartialIteration(
+        ScoredBatch(batch=batch, actor=actor, critic=critic, **state), found["values"], found["steps"]
+    )
 
 
 def _portable(value: Any) -> Any:

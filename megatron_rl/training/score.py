@@ -23,8 +23,8 @@ from megatron_rl.algorithm.metrics import (
     prompt_mean_baseline,
     staleness_metrics,
 )
-from megatron_rl.algorithm.off_policy import accepted
-from megatron_rl.algorithm.selection import numbered, select, total_rewards
+from megatron_rl.algorithm.off_policy import accepted_decisions
+from megatron_rl.algorithm.selection import integer_ids, select, total_rewards
 from megatron_rl.backend import platform
 from megatron_rl.batching import (
     TokenStream,
@@ -38,20 +38,20 @@ from megatron_rl.objectives.rewards import overlong_filter, shape_with_kl, succe
 from megatron_rl.objectives.segments import repeat
 from megatron_rl.reduce import sum_over
 from megatron_rl.rollouts.schema import RolloutBatch
-from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.actor_critic import ActorCritic
 from megatron_rl.training.forward import decisions_of, plan, policy_logprobs, prepare, score_slots, streams
 from megatron_rl.training.records import ScoredBatch
 
 
-def score_batch(agents: Agents, batch: RolloutBatch, *, monte_carlo: bool = False) -> ScoredBatch:
+def score_batch(models: ActorCritic, batch: RolloutBatch, *, monte_carlo: bool = False) -> ScoredBatch:
     """Everything that is worked out once per rollout batch, before any update.
 
     Args:
-        agents: live models; their weights are unchanged.
+        models: live models; their weights are unchanged.
         batch: validated rollouts.
         monte_carlo: critic targets with λ = 1, for value pretraining.
     """
-    algorithm = agents.config.algorithm
+    algorithm = models.config.algorithm
     selection = select(algorithm, batch)
     rows, metrics = selection
     actor, critic = streams(batch)
@@ -59,14 +59,14 @@ def score_batch(agents: Agents, batch: RolloutBatch, *, monte_carlo: bool = Fals
     offsets, mask = times.offsets, np.asarray(batch.action_mask)
     behaviour = _tensor(np.asarray(batch.logprobs)[mask], torch.float32)
     versions = _tensor(np.asarray(batch.version)[mask], torch.int64)
-    values, bootstrap, load = _values(agents, critic, batch, rows, len(behaviour))
-    anchor = policy_logprobs(agents, actor, batch, rows) if algorithm.anchor == "recompute" else None
-    reference = _reference(agents, actor, batch, rows)
+    values, bootstrap, load = _values(models, critic, batch, rows, len(behaviour))
+    anchor = policy_logprobs(models, actor, batch, rows) if algorithm.anchor == "recompute" else None
+    reference = _reference(models, actor, batch, rows)
     _check_all_finite(batch, offsets, {"critic values": values, "anchor log-probs": anchor,
                                        "reference log-probs": reference})  # fmt: skip
     played = decisions_of(offsets, rows)
-    estimated = _estimate(agents, batch, times, behaviour, reference, played, (values, bootstrap), monte_carlo)
-    kept = _policy_decisions(agents, batch, times, played, versions, anchor, behaviour)
+    estimated = _estimate(models, batch, times, behaviour, reference, played, (values, bootstrap), monte_carlo)
+    kept = _policy_decisions(models, batch, times, played, versions, anchor, behaviour)
     value_kept = _value_decisions(algorithm, batch, times, played)
     advantages = estimated.advantages
     if algorithm.whiten and kept.any():
@@ -74,8 +74,8 @@ def score_batch(agents: Agents, batch: RolloutBatch, *, monte_carlo: bool = Fals
         whitened[kept] = whiten(advantages[kept])
         advantages = whitened
     metrics = metrics | batch_metrics(batch, rows) | estimated.metrics
-    metrics |= staleness_metrics(versions, agents.version, played)
-    metrics |= prompt_information_metrics(batch, rows, algorithm.information_prompts, partial(_native_logprobs, agents))
+    metrics |= staleness_metrics(versions, models.version, played)
+    metrics |= prompt_information_metrics(batch, rows, algorithm.information_prompts, partial(_native_logprobs, models))
     metrics |= _divergences(anchor, reference, behaviour, kept)
     if algorithm.needs_critic:
         metrics |= prompt_mean_baseline(batch, rows)
@@ -87,8 +87,8 @@ def score_batch(agents: Agents, batch: RolloutBatch, *, monte_carlo: bool = Fals
         rows=rows,
         offsets=offsets,
         turn_offsets=times.turn_offsets,
-        prompts=numbered(batch.prompt_ids).to(offsets.device),
-        groups=numbered(batch.group_ids).to(offsets.device),
+        prompts=integer_ids(batch.prompt_ids).to(offsets.device),
+        groups=integer_ids(batch.group_ids).to(offsets.device),
         kept=kept,
         value_kept=value_kept,
         correct=correct_rows(algorithm, batch, _tensor(total_rewards(batch), torch.float64)) if needs_correct else None,
@@ -100,7 +100,7 @@ def score_batch(agents: Agents, batch: RolloutBatch, *, monte_carlo: bool = Fals
         advantages=advantages.float(),
         returns=None if estimated.returns is None else estimated.returns.float(),
         critic_load=load,
-        actor_steps=agents.actor.steps,
+        actor_steps=models.actor.steps,
         metrics=metrics,
     )
 
@@ -110,7 +110,7 @@ def _tensor(array, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _estimate(
-    agents: Agents,
+    models: ActorCritic,
     batch: RolloutBatch,
     times: Timeline,
     behaviour,
@@ -120,10 +120,10 @@ def _estimate(
     monte_carlo,
 ) -> Estimate:
     """Rewards placed and shaped, then advantages and returns."""
-    algorithm, (values, bootstrap) = agents.config.algorithm, critic
+    algorithm, (values, bootstrap) = models.config.algorithm, critic
     rewards = place_all_rewards(algorithm, batch, times)
     if algorithm.kl_reward_coef:
-        rewards = shape_with_kl(rewards, behaviour, reference, agents.controllers.kl_coef)
+        rewards = shape_with_kl(rewards, behaviour, reference, models.controllers.kl_coef)
     if values is None:
         return estimate(algorithm, batch, times, rewards.double(), played)
     successor, _ = successor_values(
@@ -138,16 +138,16 @@ def _estimate(
 
 
 def _policy_decisions(
-    agents: Agents, batch: RolloutBatch, times: Timeline, played: torch.Tensor, versions, anchor, behaviour
+    models: ActorCritic, batch: RolloutBatch, times: Timeline, played: torch.Tensor, versions, anchor, behaviour
 ) -> torch.Tensor:
     """bool [D]: of the decisions in play, those that overlong filter, staleness and a known anchor leave."""
-    algorithm, offsets = agents.config.algorithm, times.offsets
+    algorithm, offsets = models.config.algorithm, times.offsets
     kept = played & keep_by_staleness(
-        versions, agents.version, algorithm.max_staleness or 0, offsets, algorithm.staleness_rule
+        versions, models.version, algorithm.max_staleness or 0, offsets, algorithm.staleness_rule
     )
     if algorithm.overlong_filter:
         kept = kept & repeat(_overlong(batch)[0], offsets)
-    return kept if anchor is None else accepted(algorithm, anchor, behaviour, offsets, kept)
+    return kept if anchor is None else accepted_decisions(algorithm, anchor, behaviour, offsets, kept)
 
 
 def _value_decisions(algorithm: AlgorithmConfig, batch: RolloutBatch, times: Timeline, played: torch.Tensor):
@@ -174,10 +174,10 @@ def _divergences(anchor, reference, behaviour: torch.Tensor, kept: torch.Tensor)
     return metrics
 
 
-def _native_logprobs(agents: Agents, stream: TokenStream) -> torch.Tensor:
+def _native_logprobs(models: ActorCritic, stream: TokenStream) -> torch.Tensor:
     # A response after another's prompt may be longer than any sequence that was played.
-    budget = max(agents.config.batching.token_budget, int(stream.lengths.max()))
-    return policy_logprobs(agents, stream, None, np.arange(len(stream.lengths)), budget=budget, replay=False)
+    budget = max(models.config.batching.token_budget, int(stream.lengths.max()))
+    return policy_logprobs(models, stream, None, np.arange(len(stream.lengths)), budget=budget, replay=False)
 
 
 def _check_all_finite(batch: RolloutBatch, offsets: torch.Tensor, scores: dict[str, torch.Tensor | None]) -> None:
@@ -203,24 +203,24 @@ def _check_finite(batch: RolloutBatch, offsets: torch.Tensor, scores: torch.Tens
         )
 
 
-def _values(agents: Agents, stream: TokenStream, batch, rows, decisions: int):
+def _values(models: ActorCritic, stream: TokenStream, batch, rows, decisions: int):
     """Values [D], bootstrap values [B], and the experts the critic chose; (None, None, {}) without a critic."""
-    if agents.critic is None:
+    if models.critic is None:
         return None, None, {}
-    planned = plan(agents, stream, rows)
-    parts = prepare(agents, agents.critic.model, stream, batch, planned, rows, replay=False)
-    readings = score_slots(agents, agents.critic, stream, parts, planned.length)[0]
-    topology = agents.topology
+    planned = plan(models, stream, rows)
+    parts = prepare(models, models.critic.model, stream, batch, planned, rows, replay=False)
+    readings = score_slots(models, models.critic, stream, parts, planned.length)[0]
+    topology = models.topology
     load = {
         handle.layer: sum_over(handle.load.clone(), topology.dp_cp_group, topology.tp_group)
-        for handle in agents.critic.model.registry.handles
+        for handle in models.critic.model.registry.handles
     }
     return readings[:decisions], readings[decisions:], load
 
 
-def _reference(agents: Agents, stream: TokenStream, batch, rows) -> torch.Tensor | None:
-    if agents.reference is None:
+def _reference(models: ActorCritic, stream: TokenStream, batch, rows) -> torch.Tensor | None:
+    if models.reference is None:
         return None
-    with agents.reference.swapped_in():
-        replay = agents.config.replay.enabled and agents.config.replay.reference
-        return policy_logprobs(agents, stream, batch, rows, replay=replay)
+    with models.reference.swapped_in():
+        replay = models.config.replay.enabled and models.config.replay.reference
+        return policy_logprobs(models, stream, batch, rows, replay=replay)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron_rl.backend import platform
 from megatron_rl.config import RunConfig
 from megatron_rl.hf.config import HFModelConfig
-from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.actor_critic import ActorCritic
 from megatron_rl.training.records import ScoredBatch
 
 
@@ -21,7 +21,7 @@ def active_parameters(hf: HFModelConfig) -> int:
 
 
 def throughput_metrics(
-    config: RunConfig, agents: Agents, scored: ScoredBatch, seconds: dict[str, float]
+    config: RunConfig, models: ActorCritic, scored: ScoredBatch, seconds: dict[str, float]
 ) -> dict[str, float]:
     """`throughput/*`: tokens of the rollout batch over the seconds of each phase and rank, and MFU of the updates.
 
@@ -36,7 +36,7 @@ def throughput_metrics(
         return {}
     scoring = 2 * ((algorithm.anchor == "ewma") + algorithm.method.needs_whole_step)
     flops = (
-        active_parameters(agents.actor.model.hf)
+        active_parameters(models.actor.model.hf)
         * tokens
         * (
             6 * passes["critic"] * bool(seconds.get("critic"))

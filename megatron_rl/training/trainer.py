@@ -20,12 +20,12 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.rollouts.schema import ModelFingerprint
 from megatron_rl.run_dir.ledger import Entry, Ledger, reread
 from megatron_rl.training import checkpoint
-from megatron_rl.training.actor_critic import Agents, build_agents
-from megatron_rl.training.epochs import means, train_on
+from megatron_rl.training.actor_critic import ActorCritic, build_actor_critic
+from megatron_rl.training.epochs import means, train_epochs
 from megatron_rl.training.first_step_check import check_first_step
-from megatron_rl.training.partial_iteration import Pause, from_file
-from megatron_rl.training.rollout_sources.base import Delivery, Source, Supply
-from megatron_rl.training.rollout_sources.factory import make_source
+from megatron_rl.training.partial_iteration import PartialIteration, read_partial_iteration
+from megatron_rl.training.rollout_sources.base import IterationRollouts, RolloutSource, SourceContext
+from megatron_rl.training.rollout_sources.factory import make_rollout_source
 from megatron_rl.training.rollout_sources.validation import UNKNOWN_TOKENIZER
 from megatron_rl.training.score import score_batch
 from megatron_rl.training.stopping import Stopped, StopRequest
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from megatron_rl.environments.base import Task
 
 
-class Watch(Protocol):
+class TrainingObserver(Protocol):
     """Who looks on: progress bars, logs. Called on every rank with the same values."""
 
     def started(self, iterations: int, done: int) -> None: ...
     def metrics(self, iteration: int, values: dict[str, float]) -> None: ...
 
 
-class Loop:
+class Trainer:
     """One run. `run` trains to the end; everything it needs to go on after a stop is in the checkpoint.
 
     Args:
@@ -55,26 +55,33 @@ class Loop:
     """
 
     def __init__(
-        self, config: RunConfig, topology: Topology, task: Task | None, watch: Watch, stop: StopRequest | None = None
+        self,
+        config: RunConfig,
+        topology: Topology,
+        task: Task | None,
+        watch: TrainingObserver,
+        stop: StopRequest | None = None,
     ) -> None:
         self.config, self.topology, self.task, self.watch = config, topology, task, watch
         self.stop = stop or StopRequest()
         self.output = Path(config.output)
         self.output.mkdir(parents=True, exist_ok=True)
-        self.agents: Agents = build_agents(config, topology)
+        self.models: ActorCritic = build_actor_critic(config, topology)
         self.ledger = Ledger(self.output, writes=topology.rank == 0)
-        self._pause: Pause | None = None
+        self._pause: PartialIteration | None = None
         cursor = self._resume() if config.checkpoint.resume else {}
         self.done: int = cursor.get("iteration", 0)
-        self.agents.release_all()
-        self.source: Source = make_source(Supply(config, self.fingerprint, self.ledger, self.stop), task, self.agents)
+        self.models.release_all()
+        self.source: RolloutSource = make_rollout_source(
+            SourceContext(config, self.fingerprint, self.ledger, self.stop), task, self.models
+        )
         self.source.restore(cursor.get("source", {}))
         self._seconds: dict[str, float] = defaultdict(float)
 
     @property
     def fingerprint(self) -> ModelFingerprint:
         """Whose rollouts this run accepts."""
-        hf = self.agents.actor.model.hf
+        hf = self.models.actor.model.hf
         tokenizer = UNKNOWN_TOKENIZER if self.task is None else self.task.vocabulary.fingerprint
         return ModelFingerprint(hf.model_type, hf.vocab_size, hf.num_experts, hf.topk, hf.moe_layers, tokenizer)
 
@@ -90,9 +97,9 @@ class Loop:
             complete = True
         finally:
             self.source.close(complete=complete)
-        write_hf(self.agents.actor.model, self.output / "export", self.config.model.path)
-        if self.agents.critic is not None:
-            write_hf(self.agents.critic.model, self.output / "export-critic", self.config.model.path)
+        write_hf(self.models.actor.model, self.output / "export", self.config.model.path)
+        if self.models.critic is not None:
+            write_hf(self.models.critic.model, self.output / "export-critic", self.config.model.path)
         return values
 
     def _iterations(self) -> dict[str, float]:
@@ -125,18 +132,18 @@ class Loop:
         pause, self._pause = self._pause or self._begin(iteration), None
         if pause is None:
             return None
-        steps, complete = train_on(
-            self.agents, pause.scored, iteration, self._timed, done=pause.steps, stop=self.stop.agreed
+        steps, complete = train_epochs(
+            self.models, pause.scored, iteration, self._timed, done=pause.steps, stop=self.stop.agreed
         )
         if not complete:
             self._pause = dataclasses.replace(pause, steps=steps)
             raise Stopped
         values = pause.values | means(steps)
-        values |= self.agents.controllers.observe(iteration, values)
+        values |= self.models.controllers.observe(iteration, values)
         with self._timed("publish"):
-            self.agents.version += 1
-            self.source.publish(self.agents, pause.scored.batch)
-        values |= throughput_metrics(self.config, self.agents, pause.scored, dict(self._seconds))
+            self.models.version += 1
+            self.source.publish(self.models, pause.scored.batch)
+        values |= throughput_metrics(self.config, self.models, pause.scored, dict(self._seconds))
         if self._due(self.config.evaluate_every, iteration):
             with self._timed("evaluate"):
                 last = iteration + 1 == self.config.iterations
@@ -147,33 +154,33 @@ class Loop:
         """Checkpoint everything the next step depends on."""
         kept = self.config.checkpoint
         cursor = {"iteration": self.done, "source": self.source.state(), "ledger": self.ledger.state()}
-        cursor["controllers"] = self.agents.controllers.state()
+        cursor["controllers"] = self.models.controllers.state()
         pause = None if self._pause is None else self._pause.to_bytes()
-        with self.agents.at_work("actor"), self.agents.at_work("critic"):
+        with self.models.on_device("actor"), self.models.on_device("critic"):
             checkpoint.save_checkpoint(
-                self.output / "checkpoints", self.done, self.agents, cursor, kept.keep, keep_every=kept.keep_every,
+                self.output / "checkpoints", self.done, self.models, cursor, kept.keep, keep_every=kept.keep_every,
                 pause=pause,
             )  # fmt: skip
 
-    def _begin(self, iteration: int) -> Pause | None:
+    def _begin(self, iteration: int) -> PartialIteration | None:
         """Rollouts and scores of an iteration, none of its steps."""
         with self._timed("rollout"):
             delivery = self._rollouts(iteration)
         if delivery is None:
             return None
         batch, values = delivery.batch, dict(delivery.metrics)
-        if self.config.gate.enabled and iteration == 0:
-            values |= check_first_step(self.agents, batch)
+        if self.config.first_step_check.enabled and iteration == 0:
+            values |= check_first_step(self.models, batch)
         with self._timed("score"):
-            scored = score_batch(self.agents, batch, monte_carlo=self.agents.controllers.monte_carlo(iteration))
-        return Pause(scored, values | scored.metrics, [])
+            scored = score_batch(self.models, batch, monte_carlo=self.models.controllers.monte_carlo(iteration))
+        return PartialIteration(scored, values | scored.metrics, [])
 
-    def _rollouts(self, iteration: int) -> Delivery | None:
+    def _rollouts(self, iteration: int) -> IterationRollouts | None:
         """What a lost run had trained this iteration on, else what the source has next."""
         planned = self.ledger.planned(iteration)
-        version = self.agents.version
+        version = self.models.version
         again = reread(planned, self.output) if planned else None
-        delivery = self.source.next(iteration, version) if again is None else self.source.again(again)
+        delivery = self.source.next_rollouts(iteration, version) if again is None else self.source.replay(again)
         if delivery is not None:
             self.ledger.consume(Entry.of(iteration, version, delivery.batch, self.output))
         return delivery
@@ -181,12 +188,12 @@ class Loop:
     def _resume(self) -> dict:
         found = checkpoint.newest_complete(self.output / "checkpoints")
         if found.path is not None:
-            cursor = checkpoint.load_checkpoint(found.path, self.agents)
+            cursor = checkpoint.load_checkpoint(found.path, self.models)
             self.ledger.restore(cursor["ledger"])
-            self.agents.controllers.restore(cursor["controllers"])
+            self.models.controllers.restore(cursor["controllers"])
             file = found.path / checkpoint.PAUSE
             if file.exists():
-                self._pause = from_file(file, reread(self.ledger.last, self.output))
+                self._pause = read_partial_iteration(file, reread(self.ledger.last, self.output))
             return cursor
         damaged = [(path, reason) for path, reason in found.skipped if not path.name.startswith(".")]
         if damaged:

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithm.metrics import mismatch_metrics
-from megatron_rl.algorithm.off_policy import accepted, importance_weights, removal_metrics
+from megatron_rl.algorithm.off_policy import accepted_decisions, importance_weights, removal_metrics
 from megatron_rl.algorithm.policy_losses import StepSegments, StepVectors, WholeStepLoss, whole_step_loss
 from megatron_rl.algorithm.step_losses import (
     POLICY_SUMS,
     VALUE_SUMS,
-    CoefficientTerms,
-    PolicyTerms,
-    ValueTerms,
+    CoefficientStepLoss,
+    PolicyStepLoss,
+    ValueStepLoss,
     loss_weights,
 )
 from megatron_rl.backend import platform
@@ -31,55 +31,55 @@ from megatron_rl.objectives.aggregation import Rule
 from megatron_rl.objectives.segments import repeat
 from megatron_rl.reduce import from_last, sum_over
 from megatron_rl.rollouts.schema import RolloutBatch
-from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.actor_critic import ActorCritic
 from megatron_rl.training.forward import decisions_of, plan, policy_logprobs, prepare, readout, score_slots
 from megatron_rl.training.records import ScoredBatch
 
 
-def update_actor(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> dict[str, float]:
+def update_actor(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray) -> dict[str, float]:
     """One policy step on these trajectories; the anchor ticks if it was completed.
 
     Returns:
         Metrics, the same on every rank. A minibatch without decisions, or whose decisions were all removed, changes
         nothing and says `actor/skipped`.
     """
-    algorithm = agents.config.algorithm
+    algorithm = models.config.algorithm
     kept = scored.kept & decisions_of(scored.offsets, rows)
     if not kept.any():
         return {"actor/skipped": 1.0}
-    anchor = _anchor(agents, scored, rows)
+    anchor = _anchor(models, scored, rows)
     kept, metrics = _remove(algorithm, scored, rows, kept, anchor)
     if not kept.any():
         return metrics | {"actor/skipped": 1.0}
     vectors, found = _vectors(algorithm, scored, kept, anchor)
-    whole = _whole_step(agents, scored, rows, vectors) if algorithm.method.needs_whole_step else None
-    kl_coef = agents.controllers.kl_coef if algorithm.kl_loss_coef else 0.0
-    terms = PolicyTerms(algorithm, vectors, kl_coef, whole)
-    losses = _router_losses(agents, agents.actor, scored.batch, rows, _recorded_load(agents, scored, rows))
-    sums, step = _step(agents, agents.actor, scored.actor, scored.batch, rows, terms, losses, len(POLICY_SUMS))
+    whole = _whole_step(models, scored, rows, vectors) if algorithm.method.needs_whole_step else None
+    kl_coef = models.controllers.kl_coef if algorithm.kl_loss_coef else 0.0
+    terms = PolicyStepLoss(algorithm, vectors, kl_coef, whole)
+    losses = _router_losses(models, models.actor, scored.batch, rows, _recorded_load(models, scored, rows))
+    sums, step = _step(models, models.actor, scored.actor, scored.batch, rows, terms, losses, len(POLICY_SUMS))
     metrics |= (
         found
         | step
         | {f"mismatch/anchor_{k}": v for k, v in mismatch_metrics(anchor[kept], scored.behaviour[kept]).items()}
     )
     metrics |= {} if whole is None else whole.metrics
-    metrics |= _named("actor", POLICY_SUMS, sums) | _replay_metrics(agents)
-    if agents.anchor is not None and metrics["actor/stepped"]:
-        agents.anchor.tick()
+    metrics |= _named("actor", POLICY_SUMS, sums) | _replay_metrics(models)
+    if models.anchor is not None and metrics["actor/stepped"]:
+        models.anchor.tick()
     return metrics
 
 
-def update_critic(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> dict[str, float]:
+def update_critic(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray) -> dict[str, float]:
     """One critic step on these trajectories. Returns metrics as `update_actor` does."""
-    algorithm = agents.config.algorithm
+    algorithm = models.config.algorithm
     kept = scored.value_kept & decisions_of(scored.offsets, rows)
     if not kept.any():
         return {"critic/skipped": 1.0}
     turns = "sequence_mean" if algorithm.advantage == "turn_gae" else algorithm.aggregation
     weights = _weights(algorithm, scored, kept, algorithm.value_aggregation or turns)
-    terms = ValueTerms(algorithm, scored.returns, scored.values, weights)
-    losses = _router_losses(agents, agents.critic, scored.batch, rows, scored.critic_load)
-    sums, step = _step(agents, agents.critic, scored.critic, scored.batch, rows, terms, losses, len(VALUE_SUMS))
+    terms = ValueStepLoss(algorithm, scored.returns, scored.values, weights)
+    losses = _router_losses(models, models.critic, scored.batch, rows, scored.critic_load)
+    sums, step = _step(models, models.critic, scored.critic, scored.batch, rows, terms, losses, len(VALUE_SUMS))
     return _named("critic", VALUE_SUMS, sums) | step
 
 
@@ -91,15 +91,15 @@ def _weights(algorithm: AlgorithmConfig, scored: ScoredBatch, kept: torch.Tensor
     return loss_weights(rule, scored.offsets, kept, scored.prompts, algorithm.aggregation_constant)
 
 
-def _anchor(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> torch.Tensor:
+def _anchor(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray) -> torch.Tensor:
     """[D] log-probs of the proximal policy, for the decisions of these trajectories."""
-    kind = agents.config.algorithm.anchor
+    kind = models.config.algorithm.anchor
     if kind == "behaviour":
         return scored.behaviour
     if kind == "recompute":
         return scored.anchor
-    with agents.anchor.swapped_in():
-        anchor = policy_logprobs(agents, scored.actor, scored.batch, rows)
+    with models.anchor.swapped_in():
+        anchor = policy_logprobs(models, scored.actor, scored.batch, rows)
     return torch.where(decisions_of(scored.offsets, rows), anchor, scored.behaviour)
 
 
@@ -110,7 +110,7 @@ def _remove(
     there already."""
     if not algorithm.removes:
         return kept, {}
-    left = accepted(algorithm, anchor, scored.behaviour, scored.offsets, kept)
+    left = accepted_decisions(algorithm, anchor, scored.behaviour, scored.offsets, kept)
     before = decisions_of(scored.offsets, rows)
     return left, removal_metrics(before, left, anchor, scored.behaviour)
 
@@ -130,57 +130,57 @@ def _vectors(algorithm: AlgorithmConfig, scored: ScoredBatch, kept: torch.Tensor
     return vectors, metrics
 
 
-def _whole_step(agents: Agents, scored: ScoredBatch, rows: np.ndarray, vectors: StepVectors) -> WholeStepLoss:
+def _whole_step(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray, vectors: StepVectors) -> WholeStepLoss:
     """The policy loss on log π_θ of the whole step, read in a scoring pass unless the anchor was just scored by θ."""
-    algorithm = agents.config.algorithm
-    if scored.anchor is not None and agents.actor.steps == scored.actor_steps:
+    algorithm = models.config.algorithm
+    if scored.anchor is not None and models.actor.steps == scored.actor_steps:
         logprobs = scored.anchor
     else:
-        logprobs = policy_logprobs(agents, scored.actor, scored.batch, rows)
+        logprobs = policy_logprobs(models, scored.actor, scored.batch, rows)
     exact = None
     if algorithm.method.bias_correction and algorithm.clipping_bias == "exact":
-        exact = partial(_gradient_norm, agents, scored, rows)
+        exact = partial(_gradient_norm, models, scored, rows)
     segments = StepSegments(scored.offsets, scored.turn_offsets, scored.groups, scored.correct)
     return whole_step_loss(algorithm, logprobs, vectors, segments, exact)
 
 
-def _gradient_norm(agents: Agents, scored: ScoredBatch, rows: np.ndarray, coefficients: torch.Tensor) -> float:
+def _gradient_norm(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray, coefficients: torch.Tensor) -> float:
     """‖Σ c_j ∇log π_θ(a_j)‖₂ by a backward pass; leaves no gradient behind."""
-    model = agents.actor.model
-    planned = plan(agents, scored.actor, rows)
-    replay = agents.config.replay.enabled
-    parts = prepare(agents, model, scored.actor, scored.batch, planned, rows, replay=replay)
-    train(model, parts, planned.length, readout(agents.config), CoefficientTerms(coefficients))
-    agents.actor.megatron.prepare_grads()
-    norm = agents.actor.gradient_norm()
-    agents.actor.zero_grad()
+    model = models.actor.model
+    planned = plan(models, scored.actor, rows)
+    replay = models.config.replay.enabled
+    parts = prepare(models, model, scored.actor, scored.batch, planned, rows, replay=replay)
+    train(model, parts, planned.length, readout(models.config), CoefficientStepLoss(coefficients))
+    models.actor.megatron.prepare_grads()
+    norm = models.actor.gradient_norm()
+    models.actor.zero_grad()
     return norm
 
 
 def _step(
-    agents: Agents, optimizer: Optimizer, stream: TokenStream, batch: RolloutBatch, rows, terms: LossFunction,
+    models: ActorCritic, optimizer: Optimizer, stream: TokenStream, batch: RolloutBatch, rows, terms: LossFunction,
     losses: RouterLosses | None, width: int,
 ) -> tuple[torch.Tensor, dict[str, float]]:  # fmt: skip
-    topology, model = agents.topology, optimizer.model
+    topology, model = models.topology, optimizer.model
     name = "actor" if model.role == "policy" else "critic"
-    planned = plan(agents, stream, rows)
+    planned = plan(models, stream, rows)
     aux = 1.0 / max(_routed_tokens(batch, rows), 1) if losses is not None else None
-    replay = agents.config.replay.enabled and model.role == "policy"
-    parts = prepare(agents, model, stream, batch, planned, rows, replay=replay, aux_weight=aux)
-    sums = train(model, parts, planned.length, readout(agents.config), terms, losses)
+    replay = models.config.replay.enabled and model.role == "policy"
+    parts = prepare(models, model, stream, batch, planned, rows, replay=replay, aux_weight=aux)
+    sums = train(model, parts, planned.length, readout(models.config), terms, losses)
     total = torch.zeros(width, dtype=torch.float64, device=platform.device())
     if sums is not None:
         total = sum_over(sums.clone(), topology.dp_cp_group)
     total = from_last(total, topology.pp_group)
     rate = optimizer.learning_rate()
-    frozen = name == "critic" and agents.config.algorithm.critic_freeze_attention
+    frozen = name == "critic" and models.config.algorithm.critic_freeze_attention
     stepped, norm = step_without(optimizer, attention) if frozen else optimizer.step()
     return total, {
         f"{name}/stepped": float(stepped),
         f"{name}/grad_norm": norm,
         f"{name}/lr": rate,
         f"{name}/micro_batches": float(planned.count),
-    } | _router_loss_metrics(agents, optimizer, losses, name)
+    } | _router_loss_metrics(models, optimizer, losses, name)
 
 
 def _routed_tokens(batch: RolloutBatch, rows: np.ndarray) -> int:
@@ -189,30 +189,30 @@ def _routed_tokens(batch: RolloutBatch, rows: np.ndarray) -> int:
 
 
 def _router_losses(
-    agents: Agents, optimizer: Optimizer, batch, rows, load: dict[int, torch.Tensor]
+    models: ActorCritic, optimizer: Optimizer, batch, rows, load: dict[int, torch.Tensor]
 ) -> RouterLosses | None:
-    algorithm = agents.config.algorithm
+    algorithm = models.config.algorithm
     if not (algorithm.aux_loss_coef or algorithm.z_loss_coef):
         return None
     frequencies = {layer: (count / count.sum().clamp(min=1)).float() for layer, count in load.items()}
     return RouterLosses(algorithm.aux_loss_coef, algorithm.z_loss_coef, frequencies)
 
 
-def _recorded_load(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> dict[int, torch.Tensor]:
+def _recorded_load(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray) -> dict[int, torch.Tensor]:
     """Expert counts of the step's recorded routes for this rank's layers; a native count where replay is off."""
-    model, algorithm = agents.actor.model, agents.config.algorithm
+    model, algorithm = models.actor.model, models.config.algorithm
     if not algorithm.aux_loss_coef:
         return {}
-    if agents.config.replay.enabled:
-        planned = plan(agents, scored.actor, rows)
-        parts = prepare(agents, model, scored.actor, scored.batch, planned, rows, replay=True)
+    if models.config.replay.enabled:
+        planned = plan(models, scored.actor, rows)
+        parts = prepare(models, model, scored.actor, scored.batch, planned, rows, replay=True)
         load = {layer: _chosen(parts, layer, model.hf.num_experts) for layer in model.registry.layers}
     else:
-        planned = plan(agents, scored.actor, rows)
-        parts = prepare(agents, model, scored.actor, scored.batch, planned, rows, replay=False)
-        score_slots(agents, agents.actor, scored.actor, parts, planned.length)
+        planned = plan(models, scored.actor, rows)
+        parts = prepare(models, model, scored.actor, scored.batch, planned, rows, replay=False)
+        score_slots(models, models.actor, scored.actor, parts, planned.length)
         load = {handle.layer: handle.load.clone() for handle in model.registry.handles}
-    groups = (agents.topology.dp_cp_group, agents.topology.tp_group)
+    groups = (models.topology.dp_cp_group, models.topology.tp_group)
     return {layer: sum_over(count, *groups) for layer, count in load.items()}
 
 
@@ -223,7 +223,7 @@ def _chosen(parts: list[MicroBatch], layer: int, experts: int) -> torch.Tensor:
 
 
 def _router_loss_metrics(
-    agents: Agents, optimizer: Optimizer, losses: RouterLosses | None, name: str
+    models: ActorCritic, optimizer: Optimizer, losses: RouterLosses | None, name: str
 ) -> dict[str, float]:
     if losses is None:
         return {}
@@ -235,12 +235,12 @@ def _router_loss_metrics(
     return {f"{name}/aux_loss": float(total[0]), f"{name}/z_loss": float(total[1])}
 
 
-def _replay_metrics(agents: Agents) -> dict[str, float]:
+def _replay_metrics(models: ActorCritic) -> dict[str, float]:
     """Agreement of replayed with native ids, and missing rows. One fixed-size tensor on every rank, whatever its
     layers."""
-    model = agents.actor.model
+    model = models.actor.model
     layers = model.hf.moe_layers
-    if not agents.config.replay.enabled or not layers:
+    if not models.config.replay.enabled or not layers:
         return {}
     table = torch.zeros(len(layers), 4, dtype=torch.float64, device=platform.device())
     for handle in model.registry.handles:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithm.step_losses import LikelihoodTerms, loss_weights
+from megatron_rl.algorithm.step_losses import LikelihoodStepLoss, loss_weights
 from megatron_rl.backend import platform
 from megatron_rl.backend.step import train
 from megatron_rl.backend.topology import Topology
@@ -24,13 +24,13 @@ from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
 from megatron_rl.environments.base import Task
 from megatron_rl.episodes.lockstep import Demonstration, random_play
 from megatron_rl.reduce import from_last, sum_over
-from megatron_rl.training.actor_critic import Agents, build_agents
+from megatron_rl.training.actor_critic import ActorCritic, build_actor_critic
 from megatron_rl.training.forward import decisions_of, plan, prepare, readout
 from megatron_rl.training.weights import write_hf
 
 
-def learn_demonstrations(
-    agents: Agents,
+def train_on_demonstrations(
+    models: ActorCritic,
     demonstrations: list[Demonstration],
     *,
     epochs: int,
@@ -56,24 +56,24 @@ def learn_demonstrations(
     decisions = torch.as_tensor(decision_offsets(mask, offsets), device=device)
     prompts = torch.arange(len(demonstrations), device=device)
     for epoch in range(epochs):
-        for rows in split_minibatches(len(demonstrations), minibatches, agents.config.seed, epoch):
+        for rows in split_minibatches(len(demonstrations), minibatches, models.config.seed, epoch):
             weights = loss_weights("token_mean", decisions, decisions_of(decisions, rows), prompts)
-            planned = plan(agents, stream, rows)
-            parts = prepare(agents, agents.actor.model, stream, None, planned, rows, replay=False)
-            sums = train(agents.actor.model, parts, planned.length, readout(agents.config), LikelihoodTerms(weights))
+            planned = plan(models, stream, rows)
+            parts = prepare(models, models.actor.model, stream, None, planned, rows, replay=False)
+            sums = train(models.actor.model, parts, planned.length, readout(models.config), LikelihoodStepLoss(weights))
             total = torch.zeros(1, dtype=torch.float64, device=device) if sums is None else sums.clone()
             if sums is not None:
-                sum_over(total, agents.topology.dp_cp_group)
-            agents.actor.step()
-            on_step(float(from_last(total, agents.topology.pp_group)))
+                sum_over(total, models.topology.dp_cp_group)
+            models.actor.step()
+            on_step(float(from_last(total, models.topology.pp_group)))
 
 
 _ITERATION = 1_000_000
 """Training specs of this iteration are played: none that a run reaches."""
 
 
-class TinyStart(NamedTuple):
-    """What `cold_start` leaves behind."""
+class WarmStart(NamedTuple):
+    """What `warm_start` leaves behind."""
 
     path: Path
     """HF checkpoint of the policy."""
@@ -87,17 +87,17 @@ def starting_from(config: RunConfig, model: Path, output: Path, **changes) -> Ru
     return config.model_copy(update=updates)
 
 
-def cold_start(
+def warm_start(
     config: RunConfig, topology: Topology, task: Task, output: Path, *, demonstrations: int, epochs: int,
     lr: float = 2e-3, sequences: int = 32, shape: TinyShape | None = None,
-) -> TinyStart:  # fmt: skip
+) -> WarmStart:  # fmt: skip
     """Teach a random model how actions are spelled and what the task answers, on random valid play. Collective.
 
     Which action is good is left to reinforcement learning.
 
     Args:
         config: seed, layout and limits of the episodes.
-        output: `tiny` (random weights) and `cold-start` (trained ones) are written below it.
+        output: `tiny` (random weights) and `warm-start` (trained ones) are written below it.
         demonstrations, epochs: random plays, and passes over them.
         lr: the actor's learning rate here.
         sequences: plays of one optimizer step.
@@ -108,15 +108,15 @@ def cold_start(
         tiny.mkdir(parents=True, exist_ok=True)
         write_tiny_checkpoint(tiny, task.vocabulary, shape, seed=config.seed)
     dist.barrier()
-    agents = build_agents(starting_from(config, tiny, output), topology)
-    agents.actor.config = agents.actor.config.model_copy(update={"lr": lr})
+    models = build_actor_critic(starting_from(config, tiny, output), topology)
+    models.actor.config = models.actor.config.model_copy(update={"lr": lr})
     plays = random_play(
         task.make_env, task.training_specs(_ITERATION, demonstrations), max_turns=config.rollout.max_turns,
-        context_limit=agents.actor.model.hf.max_positions, seed=config.seed,
+        context_limit=models.actor.model.hf.max_positions, seed=config.seed,
     )  # fmt: skip
     losses: list[float] = []
-    learn_demonstrations(
-        agents, plays, epochs=epochs, minibatches=max(1, demonstrations // sequences), observations=True,
+    train_on_demonstrations(
+        models, plays, epochs=epochs, minibatches=max(1, demonstrations // sequences), observations=True,
         on_step=losses.append,
     )  # fmt: skip
-    return TinyStart(write_hf(agents.actor.model, output / "cold-start", tiny), losses)
+    return WarmStart(write_hf(models.actor.model, output / "warm-start", tiny), losses)

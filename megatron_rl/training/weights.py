@@ -21,35 +21,35 @@ from megatron_rl.engines.canary import Canary
 from megatron_rl.engines.publication import write_publication
 from megatron_rl.files import make_durable
 from megatron_rl.hf.shard_file import Piece
-from megatron_rl.hf.writer import StreamingWriter, publish_directory
+from megatron_rl.hf.writer import StreamingWriter, replace_directory
 from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.rollouts.store import select_rows
-from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.actor_critic import ActorCritic
 from megatron_rl.training.forward import policy_logprobs
 
 
-def publish(agents: Agents, directory: Path, *, canary: Canary | None = None, keep: int = 3) -> Path:
+def publish_weights(models: ActorCritic, directory: Path, *, canary: Canary | None = None, keep: int = 3) -> Path:
     """Publish the actor's present weights as `version-NNNNNN` for engines to load. Collective.
 
     The directory appears with everything in it: weights, a manifest of their checksums, and the canary. Versions older
     than the newest `keep` are removed, and later ones too: they are of a run that was lost.
 
     Args:
-        agents: the live parts; `agents.version` names the directory.
+        models: the live parts; `models.version` names the directory.
         directory: where versions lie.
         canary: what the trainer says of these weights, for engines to check theirs against.
         keep: versions kept: an engine may still be reading the one before.
     """
-    target = directory / f"version-{agents.version:06d}"
+    target = directory / f"version-{models.version:06d}"
     staged = target.with_name(f".{target.name}.staged")
-    pieces = write_hashed_hf(agents.actor.model, staged, agents.config.model.path)
+    pieces = write_hashed_hf(models.actor.model, staged, models.config.model.path)
     if dist.get_rank() == 0:
         if canary is not None:
             canary.write(staged)
-        write_publication(staged, agents.version, pieces)
+        write_publication(staged, models.version, pieces)
         for file in (*staged.iterdir(), staged):
             make_durable(file)
-        publish_directory(staged, target)
+        replace_directory(staged, target)
         _prune(directory, target.name, keep)
     dist.barrier()
     return target
@@ -66,11 +66,11 @@ LONGEST = 1024
 """Tokens; longer sequences are taken only where no other has two tokens."""
 
 
-def make_canary(agents: Agents, batch: RolloutBatch) -> Canary | None:
+def make_canary(models: ActorCritic, batch: RolloutBatch) -> Canary | None:
     """Score one sequence of a batch under the live weights, at temperature 1, routed natively. Collective.
 
     Args:
-        agents: the live parts; unchanged.
+        models: the live parts; unchanged.
         batch: recorded rollouts, the same on every rank.
 
     Returns:
@@ -82,7 +82,7 @@ def make_canary(agents: Agents, batch: RolloutBatch) -> Canary | None:
     chosen = select_rows(batch, [row])
     predicted = np.arange(len(chosen.tokens)) > 0
     stream = actor_stream(chosen.tokens, chosen.offsets, predicted)
-    logprobs = policy_logprobs(_at_temperature_one(agents), stream, chosen, np.zeros(1, np.int64), replay=False)
+    logprobs = policy_logprobs(_at_temperature_one(models), stream, chosen, np.zeros(1, np.int64), replay=False)
     return Canary(np.asarray(chosen.tokens), np.concatenate([np.zeros(1, np.float32), logprobs.float().cpu().numpy()]))
 
 
@@ -95,9 +95,9 @@ def _choose(lengths: np.ndarray) -> int | None:
     return int(longer[lengths[longer].argmin()]) if len(longer) else None
 
 
-def _at_temperature_one(agents: Agents) -> Agents:
-    rollout = agents.config.rollout.model_copy(update={"temperature": 1.0})
-    return dataclasses.replace(agents, config=agents.config.model_copy(update={"rollout": rollout}))
+def _at_temperature_one(models: ActorCritic) -> ActorCritic:
+    rollout = models.config.rollout.model_copy(update={"temperature": 1.0})
+    return dataclasses.replace(models, config=models.config.model_copy(update={"rollout": rollout}))
 
 
 def write_hf(model: Model, target: Path, source: str | Path, *, dtype: torch.dtype | None = None) -> Path:

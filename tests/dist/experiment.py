@@ -1,4 +1,4 @@
-"""What rank processes do: build a scenario's agents under a layout, take two optimizer steps, hand back everything."""
+"""What rank processes do: build a scenario's models under a layout, take two optimizer steps, hand back everything."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_rl.batching import TokenStream, build_layout
 from megatron_rl.hf.config import read_hf_config
 from megatron_rl.reduce import gather_slots
 from megatron_rl.rollouts.schema import RolloutBatch
-from megatron_rl.training.actor_critic import Agents, build_agents
+from megatron_rl.training.actor_critic import ActorCritic, build_actor_critic
 from megatron_rl.training.records import ScoredBatch
 from megatron_rl.training.score import score_batch
 from megatron_rl.training.forward import plan, prepare, readout, streams
@@ -60,15 +60,15 @@ class StepResult:
     z: float
 
 
-def start(scenario: Scenario, layout: Layout) -> Agents:
-    """Agents at the experiment's starting point: θ̄, θ and π_ref apart, the critic still the one that scores."""
+def start(scenario: Scenario, layout: Layout) -> ActorCritic:
+    """ActorCritic at the experiment's starting point: θ̄, θ and π_ref apart, the critic still the one that scores."""
     config = scenario.config(layout)
-    agents = build_agents(config, initialize(config.parallel, seed=1))
-    if agents.anchor is not None:
-        load(agents.actor, scenario.checkpoints["anchor"])
-        agents.anchor.restart()
-    load(agents.actor, scenario.checkpoints["actor"])
-    return agents
+    models = build_actor_critic(config, initialize(config.parallel, seed=1))
+    if models.anchor is not None:
+        load(models.actor, scenario.checkpoints["anchor"])
+        models.anchor.restart()
+    load(models.actor, scenario.checkpoints["actor"])
+    return models
 
 
 def load(optimizer: Optimizer, path: str) -> None:
@@ -79,31 +79,31 @@ def load(optimizer: Optimizer, path: str) -> None:
 
 def two_steps(scenario: Scenario, layout: Layout) -> Result:
     """Score the batch, then update actor and critic on all trajectories, then on SECOND_STEP."""
-    agents = start(scenario, layout)
+    models = start(scenario, layout)
     order = shuffle_order(len(scenario.batch)) if layout.shuffled else np.arange(len(scenario.batch))
     decisions = torch.as_tensor(decision_order(scenario.batch, order))
-    scored = score(agents, scenario, reordered(scenario.batch, order))
+    scored = score(models, scenario, reordered(scenario.batch, order))
     found = {name: getattr(scored, name) for name in ("advantages", "returns", "values")}
     result = Result(
         {name: _restored(values, decisions) for name, values in found.items() if values is not None}, scored.metrics
     )
     where = np.argsort(order)
     for rows in (np.sort(where[np.isin(order[where], order[scored.rows])]), where[list(SECOND_STEP)]):
-        result.steps.append(_one_step(agents, scored, rows, decisions))
+        result.steps.append(_one_step(models, scored, rows, decisions))
     return result if dist.get_rank() == 0 else Result({}, result.metrics, [_small(found) for found in result.steps])
 
 
-def score(agents: Agents, scenario: Scenario, batch: RolloutBatch) -> ScoredBatch:
+def score(models: ActorCritic, scenario: Scenario, batch: RolloutBatch) -> ScoredBatch:
     """Score with old weights, then go on with the new ones: an anchor scored once is not θ either."""
-    once = agents.config.algorithm.anchor == "recompute"
+    once = models.config.algorithm.anchor == "recompute"
     if once:
-        load(agents.actor, scenario.checkpoints["anchor"])
-    scored = score_batch(agents, batch)
-    if agents.critic is not None:
-        load(agents.critic, scenario.checkpoints["critic"])
+        load(models.actor, scenario.checkpoints["anchor"])
+    scored = score_batch(models, batch)
+    if models.critic is not None:
+        load(models.critic, scenario.checkpoints["critic"])
     if not once:
         return scored
-    load(agents.actor, scenario.checkpoints["actor"])
+    load(models.actor, scenario.checkpoints["actor"])
     return replace(scored, actor_steps=-1)
 
 
@@ -116,45 +116,45 @@ def _restored(values: torch.Tensor, decisions: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(values).index_copy(0, decisions, values)
 
 
-def _one_step(agents: Agents, scored: ScoredBatch, rows: np.ndarray, decisions: torch.Tensor) -> StepResult:
-    readings, margin = read_all(agents, scored, rows)
+def _one_step(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray, decisions: torch.Tensor) -> StepResult:
+    readings, margin = read_all(models, scored, rows)
     gradients: dict[str, Weights] = {}
     metrics: dict[str, float] = {}
-    for name, (optimizer, update) in _updates(agents).items():
+    for name, (optimizer, update) in _updates(models).items():
         with capture(optimizer, gradients, name):
-            metrics |= update(agents, scored, rows)
-        check_consumed(agents, optimizer.model, metrics[f"{name}/micro_batches"])
-    weights = {name: whole(optimizer.model) for name, (optimizer, _) in _updates(agents).items()}
-    if agents.anchor is not None:
-        with agents.anchor.swapped_in():
-            weights["ewma"] = whole(agents.actor.model)
+            metrics |= update(models, scored, rows)
+        check_consumed(models, optimizer.model, metrics[f"{name}/micro_batches"])
+    weights = {name: whole(optimizer.model) for name, (optimizer, _) in _updates(models).items()}
+    if models.anchor is not None:
+        with models.anchor.swapped_in():
+            weights["ewma"] = whole(models.actor.model)
     restored = {name: _restored(values, decisions) for name, values in readings.items()}
-    return StepResult(restored, margin, metrics, gradients, weights, agents.anchor.z if agents.anchor else 0.0)
+    return StepResult(restored, margin, metrics, gradients, weights, models.anchor.z if models.anchor else 0.0)
 
 
-def _updates(agents: Agents) -> dict[str, tuple[Optimizer, Callable[..., dict[str, float]]]]:
-    actor = {"actor": (agents.actor, update_actor)}
-    return actor if agents.critic is None else {**actor, "critic": (agents.critic, update_critic)}
+def _updates(models: ActorCritic) -> dict[str, tuple[Optimizer, Callable[..., dict[str, float]]]]:
+    actor = {"actor": (models.actor, update_actor)}
+    return actor if models.critic is None else {**actor, "critic": (models.critic, update_critic)}
 
 
-def read_all(agents: Agents, scored: ScoredBatch, rows: np.ndarray) -> tuple[dict[str, torch.Tensor], float]:
+def read_all(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray) -> tuple[dict[str, torch.Tensor], float]:
     """Log-probs under every policy and values of the live critic, [D], and the smallest router margin met."""
     found, margins = {}, []
     policies = {"theta": contextlib.nullcontext()}
-    if agents.anchor is not None:
-        policies["anchor"] = agents.anchor.swapped_in()
-    if agents.reference is not None:
-        policies["reference"] = agents.reference.swapped_in()
-    before = [main.detach().clone() for main in main_weights(agents.actor)]
+    if models.anchor is not None:
+        policies["anchor"] = models.anchor.swapped_in()
+    if models.reference is not None:
+        policies["reference"] = models.reference.swapped_in()
+    before = [main.detach().clone() for main in main_weights(models.actor)]
     for name, context in policies.items():
         with context:
-            found[name] = read(agents, agents.actor, scored.actor, scored.batch, rows)[0]
-            margins.append(_margin(agents.actor.model))
-    for saved, main in zip(before, main_weights(agents.actor), strict=True):
+            found[name] = read(models, models.actor, scored.actor, scored.batch, rows)[0]
+            margins.append(_margin(models.actor.model))
+    for saved, main in zip(before, main_weights(models.actor), strict=True):
         assert torch.equal(saved, main), "swapping weights in and out changed them"
-    if agents.critic is not None:
-        critic = read(agents, agents.critic, scored.critic, scored.batch, rows, replay=False)[0]
-        margins.append(_margin(agents.critic.model))
+    if models.critic is not None:
+        critic = read(models, models.critic, scored.critic, scored.batch, rows, replay=False)[0]
+        margins.append(_margin(models.critic.model))
         found["values"] = critic[: len(scored.values)]
     return found, min(margins)
 
@@ -165,20 +165,20 @@ def _margin(model: Model) -> float:
     return float(smallest)
 
 
-def read(agents: Agents, optimizer: Optimizer, stream: TokenStream, batch, rows, *, replay=None) -> torch.Tensor:
+def read(models: ActorCritic, optimizer: Optimizer, stream: TokenStream, batch, rows, *, replay=None) -> torch.Tensor:
     """[c, slots] readings of the live weights on every rank; routers record what they chose."""
-    topology = agents.topology
-    replay = agents.config.replay.enabled if replay is None else replay
-    planned = plan(agents, stream, rows)
-    parts = prepare(agents, optimizer.model, stream, batch, planned, rows, replay=replay)
-    slots, values = step.score(optimizer.model, parts, planned.length, readout(agents.config), record=True)
+    topology = models.topology
+    replay = models.config.replay.enabled if replay is None else replay
+    planned = plan(models, stream, rows)
+    parts = prepare(models, optimizer.model, stream, batch, planned, rows, replay=replay)
+    slots, values = step.score(optimizer.model, parts, planned.length, readout(models.config), record=True)
     groups = dict(data_group=topology.dp_cp_group, pipeline_group=topology.pp_group, has_values=topology.last_stage)
     return gather_slots(slots, values, stream.slots, **groups)
 
 
-def check_consumed(agents: Agents, model: Model, micro_batches: float) -> None:
+def check_consumed(models: ActorCritic, model: Model, micro_batches: float) -> None:
     """Router calls = layers × micro-batches × (1 + recomputed)."""
-    expected, again = len(model.registry.handles) * int(micro_batches), agents.topology.config.recompute == "full"
+    expected, again = len(model.registry.handles) * int(micro_batches), models.topology.config.recompute == "full"
     assert model.registry.consumed == (expected * (1 + again), expected * again), model.registry.consumed
 
 
@@ -224,18 +224,18 @@ def whole_gradients(model: Model) -> Weights:
 
 def record(scenario: Scenario, layout: Layout) -> tuple[np.ndarray, list[np.ndarray]]:
     """On one rank and one micro-batch: log-probs [D] and routes of θ̄ where it routes natively."""
-    agents = start(scenario, layout)
-    with agents.anchor.swapped_in():
-        return record_live(agents, scenario.batch)
+    models = start(scenario, layout)
+    with models.anchor.swapped_in():
+        return record_live(models, scenario.batch)
 
 
-def record_live(agents: Agents, batch: Any) -> tuple[np.ndarray, list[np.ndarray]]:
+def record_live(models: ActorCritic, batch: Any) -> tuple[np.ndarray, list[np.ndarray]]:
     """As `record`, of the live weights."""
     stream, rows = streams(batch)[0], np.arange(len(batch))
-    logprobs = read(agents, agents.actor, stream, batch, rows, replay=False)[0]
-    planned = plan(agents, stream, rows)
+    logprobs = read(models, models.actor, stream, batch, rows, replay=False)[0]
+    planned = plan(models, stream, rows)
     layout = build_layout(stream, planned.assignment[0][0], length=planned.length, cp=1, tp=1)
-    return logprobs.numpy(), _by_trajectory(agents.actor.model, layout, batch.lengths)
+    return logprobs.numpy(), _by_trajectory(models.actor.model, layout, batch.lengths)
 
 
 def _by_trajectory(model: Model, layout, lengths: Sequence[int]) -> list[np.ndarray]:
@@ -246,8 +246,8 @@ def _by_trajectory(model: Model, layout, lengths: Sequence[int]) -> list[np.ndar
 
 def micro_batches(scenario: Scenario, layout: Layout) -> int:
     """Number of micro-batches of the actor's step."""
-    agents = start(scenario, layout)
-    return plan(agents, streams(scenario.batch)[0], np.flatnonzero(np.arange(len(scenario.batch)) != EMPTY_ROW)).count
+    models = start(scenario, layout)
+    return plan(models, streams(scenario.batch)[0], np.flatnonzero(np.arange(len(scenario.batch)) != EMPTY_ROW)).count
 
 
 def actor_only(result: Result) -> Result:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_rl.backend.replay import RouterHandle
 from megatron_rl.backend.step import train
 from megatron_rl.rollouts.schema import RolloutBatch
-from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.actor_critic import ActorCritic
 from megatron_rl.training.forward import plan, prepare, readout, streams
 from tests.dist.experiment import read, record_live, start, whole_gradients
 from tests.dist.scenario import Layout, Scenario
@@ -39,21 +39,21 @@ def live_routes(scenario: Scenario, layout: Layout) -> list[np.ndarray]:
 
 def compare_routings(scenario: Scenario, layout: Layout, batches: dict[str, RolloutBatch | None]) -> dict[str, Pass]:
     """Read and differentiate under each batch's routes; None routes natively."""
-    agents = start(scenario, layout)
-    return {name: _pass(agents, batch or scenario.batch, replay=batch is not None) for name, batch in batches.items()}
+    models = start(scenario, layout)
+    return {name: _pass(models, batch or scenario.batch, replay=batch is not None) for name, batch in batches.items()}
 
 
-def _pass(agents: Agents, batch: RolloutBatch, *, replay: bool) -> Pass:
+def _pass(models: ActorCritic, batch: RolloutBatch, *, replay: bool) -> Pass:
     stream, rows = streams(batch)[0], np.arange(len(batch))
-    model = agents.actor.model
-    logprobs = read(agents, agents.actor, stream, batch, rows, replay=replay)[0]
-    planned = plan(agents, stream, rows)
-    parts = prepare(agents, model, stream, batch, planned, rows, replay=replay)
-    train(model, parts, planned.length, readout(agents.config), signed_sum)
+    model = models.actor.model
+    logprobs = read(models, models.actor, stream, batch, rows, replay=replay)[0]
+    planned = plan(models, stream, rows)
+    parts = prepare(models, model, stream, batch, planned, rows, replay=replay)
+    train(model, parts, planned.length, readout(models.config), signed_sum)
     consumed = model.registry.consumed
     gradients = whole_gradients(model)
-    agents.actor.zero_grad()
-    calls, again = len(model.registry.handles) * planned.count, agents.topology.config.recompute == "full"
+    models.actor.zero_grad()
+    calls, again = len(model.registry.handles) * planned.count, models.topology.config.recompute == "full"
     counted = sum((handle.missing for handle in model.registry.handles), torch.zeros(2, dtype=torch.float64))
     dist.all_reduce(counted)
     routers = {name: g for name, g in gradients.items() if name.endswith("mlp.gate.weight")}
@@ -68,20 +68,20 @@ def signed_sum(slots: torch.Tensor, readings: torch.Tensor) -> tuple[torch.Tenso
 
 def critic_values(scenario: Scenario, layout: Layout, batches: list[RolloutBatch]) -> list[torch.Tensor]:
     """Values and bootstraps of each batch, read as the score pass does, after an actor forward with its routes."""
-    agents, found = start(scenario, layout), []
+    models, found = start(scenario, layout), []
     for batch in batches:
         actor, critic = streams(batch)
         rows = np.arange(len(batch))
-        read(agents, agents.actor, actor, batch, rows)
-        found.append(read(agents, agents.critic, critic, batch, rows, replay=False)[0])
+        read(models, models.actor, actor, batch, rows)
+        found.append(read(models, models.critic, critic, batch, rows, replay=False)[0])
     return found
 
 
 def routing_maps(scenario: Scenario, layout: Layout) -> list[tuple[int, int]]:
     """(tokens, chosen experts) of every router call of this rank's replayed forward."""
-    agents, seen = start(scenario, layout), []
-    with _watched(agents.actor.model.registry.handles, lambda maps: seen.append((len(maps), int(maps.sum())))):
-        read(agents, agents.actor, streams(scenario.batch)[0], scenario.batch, np.arange(len(scenario.batch)))
+    models, seen = start(scenario, layout), []
+    with _watched(models.actor.model.registry.handles, lambda maps: seen.append((len(maps), int(maps.sum())))):
+        read(models, models.actor, streams(scenario.batch)[0], scenario.batch, np.arange(len(scenario.batch)))
     return seen
 
 
@@ -137,13 +137,13 @@ def altered_token(routes: list[np.ndarray], row: int, token: int) -> list[np.nda
 
 def unconsumed_rows(scenario: Scenario, layout: Layout) -> None:
     """A forward that autograd does not record, in training, with no recompute after it."""
-    agents = start(scenario, layout)
-    registry = agents.actor.model.registry
+    models = start(scenario, layout)
+    registry = models.actor.model.registry
     stream, rows = streams(scenario.batch)[0], np.arange(len(scenario.batch))
-    planned = plan(agents, stream, rows)
-    (part,) = prepare(agents, agents.actor.model, stream, scenario.batch, planned, rows, replay=True)
+    planned = plan(models, stream, rows)
+    (part,) = prepare(models, models.actor.model, stream, scenario.batch, planned, rows, replay=True)
     with torch.no_grad(), registry.step(training=True), registry.forward(0, part.router):
-        agents.actor.model.chunks[0](
+        models.actor.model.chunks[0](
             input_ids=part.tokens, position_ids=part.positions, attention_mask=None, packed_seq_params=part.attention
         )
 
@@ -164,13 +164,13 @@ def stray_recompute(scenario: Scenario, layout: Layout) -> None:
 
 def misshapen_rows(scenario: Scenario, layout: Layout) -> None:
     """Routes of one token fewer than the micro-batch has."""
-    agents = start(scenario, layout)
-    registry = agents.actor.model.registry
+    models = start(scenario, layout)
+    registry = models.actor.model.registry
     stream, rows = streams(scenario.batch)[0], np.arange(len(scenario.batch))
-    planned = plan(agents, stream, rows)
-    (part,) = prepare(agents, agents.actor.model, stream, scenario.batch, planned, rows, replay=True)
+    planned = plan(models, stream, rows)
+    (part,) = prepare(models, models.actor.model, stream, scenario.batch, planned, rows, replay=True)
     short = {layer: ids[:-1] for layer, ids in part.router.routes.items()}
     with torch.no_grad(), registry.step(training=False), registry.forward(0, replace(part.router, routes=short)):
-        agents.actor.model.chunks[0](
+        models.actor.model.chunks[0](
             input_ids=part.tokens, position_ids=part.positions, attention_mask=None, packed_seq_params=part.attention
         )

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.backend.anchor import main_weights
 from megatron_rl.backend.step import train
-from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.actor_critic import ActorCritic
 from megatron_rl.training.forward import plan, prepare, readout, streams
 from tests.dist import experiment
 from tests.dist import replay_cases as cases
@@ -27,19 +27,19 @@ LAYOUTS = (
 
 def swap(scenario, layout: Layout) -> dict[str, bool]:
     """What holds inside and after two swaps, the second left by an exception."""
-    agents = experiment.start(scenario, layout)
-    take_a_step(agents, scenario)
-    live = [parameter for chunk in agents.actor.model.bare for parameter in chunk.parameters()]
-    mains = main_weights(agents.actor)
+    models = experiment.start(scenario, layout)
+    take_a_step(models, scenario)
+    live = [parameter for chunk in models.actor.model.bare for parameter in chunk.parameters()]
+    mains = main_weights(models.actor)
     before = [t.detach().clone() for t in (*live, *mains)]
-    with agents.anchor.swapped_in():
-        shown = experiment.whole(agents.actor.model)
+    with models.anchor.swapped_in():
+        shown = experiment.whole(models.actor.model)
         mains_inside = [main.detach().clone() for main in mains]
-    with contextlib.suppress(KeyError), agents.reference.swapped_in():
+    with contextlib.suppress(KeyError), models.reference.swapped_in():
         raise KeyError
-    after = [t.detach().clone() for t in (*live, *main_weights(agents.actor))]
-    experiment.load(agents.actor, scenario.checkpoints["anchor"])
-    expected = experiment.whole(agents.actor.model)
+    after = [t.detach().clone() for t in (*live, *main_weights(models.actor))]
+    experiment.load(models.actor, scenario.checkpoints["anchor"])
+    expected = experiment.whole(models.actor.model)
     apart = layout.dtype == "bfloat16"
     return dict(
         shows_the_average=all(torch.equal(shown[name], weight) for name, weight in expected.items()),
@@ -49,13 +49,13 @@ def swap(scenario, layout: Layout) -> dict[str, bool]:
     )
 
 
-def take_a_step(agents: Agents, scenario) -> None:
+def take_a_step(models: ActorCritic, scenario) -> None:
     """Main weights leave the bfloat16 grid."""
     rows, stream = np.arange(len(scenario.batch)), streams(scenario.batch)[0]
-    planned = plan(agents, stream, rows)
-    parts = prepare(agents, agents.actor.model, stream, scenario.batch, planned, rows, replay=True)
-    train(agents.actor.model, parts, planned.length, readout(agents.config), cases.signed_sum)
-    assert agents.actor.step()[0]
+    planned = plan(models, stream, rows)
+    parts = prepare(models, models.actor.model, stream, scenario.batch, planned, rows, replay=True)
+    train(models.actor.model, parts, planned.length, readout(models.config), cases.signed_sum)
+    assert models.actor.step()[0]
 
 
 def _same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:

@@ -68,13 +68,13 @@ def train(plain: dict, die_after: int | None = None) -> list[dict[str, float]]:
     from megatron_rl.backend import topology
     from megatron_rl.config import parse_config
     from megatron_rl.environments.tasks import make_task
-    from megatron_rl.training.trainer import Loop
+    from megatron_rl.training.trainer import Trainer
 
     config = parse_config(plain)
     rollout = config.rollout
     task = None if rollout.recorded else make_task(rollout.environment, rollout.environment_options)
     watch = Watch(die_after)
-    Loop(config, topology.initialize(config.parallel, seed=config.seed), task, watch).run()
+    Trainer(config, topology.initialize(config.parallel, seed=config.seed), task, watch).run()
     return watch.rows
 
 
@@ -252,19 +252,19 @@ def reject(plain: dict, times: int) -> tuple[int, str]:
     from megatron_rl.errors import EngineVersionError
     from megatron_rl.training.rollout_sources import streaming as stream
     from megatron_rl.run_dir.exchange import Exchange
-    from megatron_rl.training.trainer import Loop
+    from megatron_rl.training.trainer import Trainer
     from megatron_rl.training.stopping import Stopped, StopRequest
 
     stream.LOOK_SECONDS = 0.05
     config, stop = parse_config(plain), StopRequest()
     exchange = Exchange(Path(config.output))
-    loop = Loop(config, topology.initialize(config.parallel, seed=0), make_task("frozen_lake", {}), Watch(None), stop)
+    trainer = Trainer(config, topology.initialize(config.parallel, seed=0), make_task("frozen_lake", {}), Watch(None), stop)
     first = (exchange.weights / "version-000000").stat().st_ino
     exchange.reject(0, "the canary scores differently")
     if times == 1:
         stop.request()
     try:
-        loop.source.next(0, 0)
+        trainer.source.next_rollouts(0, 0)
     except Stopped:
         return int((exchange.weights / "version-000000").stat().st_ino != first), str(exchange.rejection(0))
     except EngineVersionError as error:

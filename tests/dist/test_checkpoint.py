@@ -1,4 +1,4 @@
-"""Checkpoints of real agents: the next step repeats bit for bit, layouts continue each other, failures lose nothing."""
+"""Checkpoints of real models: the next step repeats bit for bit, layouts continue each other, failures lose nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_rl.backend.sharded_checkpoint import AgentStates, load_states
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.training import checkpoint
-from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.actor_critic import ActorCritic
 from megatron_rl.training.checkpoint import load_checkpoint, newest_complete, save_checkpoint
 from megatron_rl.training.score import score_batch
 from megatron_rl.training.update import update_actor, update_critic
@@ -72,43 +72,43 @@ class Trace:
     skipped: tuple
 
 
-def states_of(agents: Agents) -> dict[str, AgentStates]:
+def states_of(models: ActorCritic) -> dict[str, AgentStates]:
     return {
-        "actor": AgentStates(agents.actor, agents.anchor, agents.reference),
-        "critic": AgentStates(agents.critic),
+        "actor": AgentStates(models.actor, models.anchor, models.reference),
+        "critic": AgentStates(models.critic),
     }
 
 
-def own_pieces(agents: Agents) -> dict[str, list[torch.Tensor]]:
+def own_pieces(models: ActorCritic) -> dict[str, list[torch.Tensor]]:
     found = {}
-    for name, agent in states_of(agents).items():
+    for name, agent in states_of(models).items():
         found |= {f"{name}.{kind}": [x.clone() for x in pieces] for kind, pieces in agent.tensors().items()}
         parameters = [p for chunk in agent.optimizer.model.bare for p in chunk.parameters()]
         found[f"{name}.model"] = [p.detach().clone() for p in parameters]
     return found
 
 
-def whole_states(agents: Agents) -> dict[str, Weights]:
+def whole_states(models: ActorCritic) -> dict[str, Weights]:
     """Seen without the checkpoint's own way of putting tensors together: shown in the model, exported to HF names."""
     found = {}
-    for name, agent in states_of(agents).items():
+    for name, agent in states_of(models).items():
         for kind, pieces in agent.tensors().items():
             with swapped_in(agent.optimizer, [x.clone() for x in pieces]):
                 found[f"{name}.{kind}"] = whole(agent.optimizer.model)
     return found if dist.get_rank() == 0 else {}
 
 
-def whole_weights(agents: Agents) -> dict[str, Weights]:
-    found = {name: whole(agent.optimizer.model) for name, agent in states_of(agents).items()}
+def whole_weights(models: ActorCritic) -> dict[str, Weights]:
+    found = {name: whole(agent.optimizer.model) for name, agent in states_of(models).items()}
     return found if dist.get_rank() == 0 else {}
 
 
-def numbers_of(agents: Agents) -> tuple:
+def numbers_of(models: ActorCritic) -> tuple:
     steps = [
         (optimizer.steps, *(group["step"] for part in optimizer.parts for group in part.optimizer.param_groups))
-        for optimizer in (agents.actor, agents.critic)
+        for optimizer in (models.actor, models.critic)
     ]
-    return agents.version, agents.anchor and agents.anchor.z, steps[0], steps[1]
+    return models.version, models.anchor and models.anchor.z, steps[0], steps[1]
 
 
 def draw() -> list[float]:
@@ -117,36 +117,36 @@ def draw() -> list[float]:
     return [random.random(), float(np.random.standard_normal()), float(torch.rand(())), tracked]
 
 
-def update(agents: Agents, scored) -> dict[str, float]:
-    return update_actor(agents, scored, scored.rows) | update_critic(agents, scored, scored.rows)
+def update(models: ActorCritic, scored) -> dict[str, float]:
+    return update_actor(models, scored, scored.rows) | update_critic(models, scored, scored.rows)
 
 
-def trace(agents: Agents, scored, cursor: dict, skipped: tuple, compared: bool) -> Trace:
-    before = (own_pieces(agents), whole_states(agents) if compared else {}, numbers_of(agents), draw())
-    metrics = update(agents, scored)
-    return Trace(*before, metrics, own_pieces(agents), whole_weights(agents) if compared else {}, cursor, skipped)
+def trace(models: ActorCritic, scored, cursor: dict, skipped: tuple, compared: bool) -> Trace:
+    before = (own_pieces(models), whole_states(models) if compared else {}, numbers_of(models), draw())
+    metrics = update(models, scored)
+    return Trace(*before, metrics, own_pieces(models), whole_weights(models) if compared else {}, cursor, skipped)
 
 
 def train_save_go_on(scenario: Scenario, layout: Layout, root: Path) -> Trace:
-    agents = start(scenario, layout)
-    scored = score_batch(agents, scenario.batch)
+    models = start(scenario, layout)
+    scored = score_batch(models, scenario.batch)
     for _ in range(2):
-        update(agents, scored)
-    agents.version = 11
+        update(models, scored)
+    models.version = 11
     # A sum of floats would lose this sign.
-    agents.anchor.average[0].view(-1)[0] = -0.0
+    models.anchor.average[0].view(-1)[0] = -0.0
     random.seed(dist.get_rank()), np.random.seed(dist.get_rank() + 10), torch.manual_seed(dist.get_rank() + 20)
     draw()
-    save_checkpoint(root, 2, agents, CURSOR, keep=2)
+    save_checkpoint(root, 2, models, CURSOR, keep=2)
     # In bfloat16 looking through the model would round.
-    return trace(agents, scored, CURSOR, (), layout.dtype == "float32")
+    return trace(models, scored, CURSOR, (), layout.dtype == "float32")
 
 
 def resume(scenario: Scenario, layout: Layout, root: Path, compared: bool = False) -> Trace:
-    agents = start(scenario, layout)
-    scored = score_batch(agents, scenario.batch)
+    models = start(scenario, layout)
+    scored = score_batch(models, scenario.batch)
     found = newest_complete(root)
-    return trace(agents, scored, load_checkpoint(found.path, agents), found.skipped, compared)
+    return trace(models, scored, load_checkpoint(found.path, models), found.skipped, compared)
 
 
 def write_scenario(folder: Path, **settings) -> Scenario:
@@ -263,19 +263,19 @@ def die(*_args, **_kwargs) -> None:
 
 def die_in_second_save(scenario: Scenario, root: Path, called: str) -> None:
     """The process is killed where the second save first calls this function."""
-    agents = start(scenario, ONE)
-    save_checkpoint(root, 1, agents, {"iteration": 1}, keep=5)
+    models = start(scenario, ONE)
+    save_checkpoint(root, 1, models, {"iteration": 1}, keep=5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(called, die)
-        save_checkpoint(root, 2, agents, {"iteration": 2}, keep=5)
+        save_checkpoint(root, 2, models, {"iteration": 2}, keep=5)
 
 
 def resume_and_save(scenario: Scenario, root: Path, iteration: int) -> tuple:
     """(newest directory, reasons for skipping, cursor, directories after another save)."""
-    agents = start(scenario, ONE)
+    models = start(scenario, ONE)
     found = newest_complete(root)
-    cursor = load_checkpoint(found.path, agents)
-    save_checkpoint(root, iteration, agents, {"iteration": iteration}, keep=5)
+    cursor = load_checkpoint(found.path, models)
+    save_checkpoint(root, iteration, models, {"iteration": iteration}, keep=5)
     return found.path.name, [reason for _, reason in found.skipped], cursor, sorted(p.name for p in root.iterdir())
 
 
@@ -306,8 +306,8 @@ def message_of(work: Callable[[], object]) -> str:
 
 def full_disk_then_damage(scenario: Scenario, root: Path) -> tuple:
     """(error of a save that rank 1 could not write, error without room, names after them, newest of a damaged root)."""
-    agents = start(scenario, EXPERT)
-    save = partial(save_checkpoint, root, agents=agents, keep=2)
+    models = start(scenario, EXPERT)
+    save = partial(save_checkpoint, root, models=models, keep=2)
     save(1, cursor={"iteration": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
@@ -326,7 +326,7 @@ def full_disk_then_damage(scenario: Scenario, root: Path) -> tuple:
         flip_a_bit(next(path.rglob("__1_*.distcp")))
     dist.barrier()
     found = newest_complete(root)
-    return refused, crowded, names, found, load_checkpoint(found.path, agents)
+    return refused, crowded, names, found, load_checkpoint(found.path, models)
 
 
 def flip_a_bit(path: Path) -> None:
@@ -352,8 +352,8 @@ def save_once(scenario: Scenario, layout: Layout, root: Path) -> Path:
 
 
 def loading_error(scenario: Scenario, layout: Layout, path: Path) -> str:
-    agents = start(scenario, layout)
-    return message_of(lambda: load_checkpoint(path, agents))
+    models = start(scenario, layout)
+    return message_of(lambda: load_checkpoint(path, models))
 
 
 def load_only(scenario: Scenario, layout: Layout, path: Path) -> dict:
@@ -379,11 +379,11 @@ def test_states_the_run_has_no_use_for_are_left_alone(ranks, scenario, saved) ->
 
 
 def other_model_error(scenario: Scenario, path: Path) -> str:
-    agents = start(scenario, ONE)
+    models = start(scenario, ONE)
     numbers = json.loads((path / "states" / "states.json").read_text())
     numbers["critic"]["model"]["vocab_size"] = 62
     (path / "states" / "states.json").write_text(json.dumps(numbers))
-    return message_of(lambda: load_states(path / "states", states_of(agents)))
+    return message_of(lambda: load_states(path / "states", states_of(models)))
 
 
 def test_another_model_is_refused(ranks, scenario, tmp_path: Path) -> None:

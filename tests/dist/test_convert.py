@@ -34,15 +34,15 @@ STATES = [("actor", "weights"), ("actor", "ewma"), ("actor", "reference"), ("cri
 
 def train_and_save(scenario: Scenario, layout: Layout, root: Path) -> dict[str, Weights]:
     """One update of each, a checkpoint, and what the live models then export, by agent and state."""
-    agents = start(scenario, layout)
-    scored = score_batch(agents, scenario.batch)
-    update_actor(agents, scored, scored.rows)
-    update_critic(agents, scored, scored.rows)
-    save_checkpoint(root, 1, agents, {"iteration": 1}, keep=1)
-    found = {"actor.weights": whole(agents.actor.model), "critic.weights": whole(agents.critic.model)}
-    for state, pieces in (("ewma", agents.anchor.average), ("reference", agents.reference.weights)):
-        with swapped_in(agents.actor, [piece.clone() for piece in pieces]):
-            found[f"actor.{state}"] = whole(agents.actor.model)
+    models = start(scenario, layout)
+    scored = score_batch(models, scenario.batch)
+    update_actor(models, scored, scored.rows)
+    update_critic(models, scored, scored.rows)
+    save_checkpoint(root, 1, models, {"iteration": 1}, keep=1)
+    found = {"actor.weights": whole(models.actor.model), "critic.weights": whole(models.critic.model)}
+    for state, pieces in (("ewma", models.anchor.average), ("reference", models.reference.weights)):
+        with swapped_in(models.actor, [piece.clone() for piece in pieces]):
+            found[f"actor.{state}"] = whole(models.actor.model)
     return found if dist.get_rank() == 0 else {}
 
 

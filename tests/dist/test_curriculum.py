@@ -30,7 +30,7 @@ def run(config, stop_at: int | None = None) -> tuple[list[dict[str, float]], dic
     """Metrics of the iterations completed, and the source's state; asked to stop at its `stop_at`th question."""
     from megatron_rl.backend import topology
     from megatron_rl.environments.tasks import make_task
-    from megatron_rl.training.trainer import Loop
+    from megatron_rl.training.trainer import Trainer
     from megatron_rl.training.stopping import Stopped, StopRequest
 
     class AtQuestion(StopRequest):
@@ -44,12 +44,12 @@ def run(config, stop_at: int | None = None) -> tuple[list[dict[str, float]], dic
 
     watch, rollout = _Watch(), config.rollout
     task = make_task(rollout.environment, rollout.environment_options)
-    loop = Loop(config, topology.initialize(config.parallel, seed=config.seed), task, watch, AtQuestion())
+    trainer = Trainer(config, topology.initialize(config.parallel, seed=config.seed), task, watch, AtQuestion())
     try:
-        loop.run()
+        trainer.run()
     except Stopped:
         assert stop_at is not None
-    return watch.rows, loop.source.state()
+    return watch.rows, trainer.source.state()
 
 
 @pytest.fixture(scope="module")

@@ -205,12 +205,12 @@ def test_layout(ranks, scenario, keep_errors, family: str, name: str) -> None:
 
 def first_step(scenario, layout: Layout, rescored: bool) -> dict:
     """Gradients of the first step after a recompute, with log π_θ taken from the anchor's scores or scored again."""
-    agents = experiment.start(scenario, layout)
-    scored = experiment.score_batch(agents, scenario.batch)
+    models = experiment.start(scenario, layout)
+    scored = experiment.score_batch(models, scenario.batch)
     scored = replace(scored, actor_steps=-1) if rescored else scored
     gradients: dict = {}
-    with experiment.capture(agents.actor, gradients, "actor"):
-        experiment.update_actor(agents, scored, scored.rows)
+    with experiment.capture(models.actor, gradients, "actor"):
+        experiment.update_actor(models, scored, scored.rows)
     return gradients["actor"]
 
 

@@ -19,11 +19,11 @@ def frozen(config) -> tuple[dict[str, float], dict[str, float]]:
     """How far every tensor of the critic moved, and the norm of its last gradient as it entered the optimizer."""
     from tests.dist.experiment import capture, whole
 
-    loop, _ = make_loop(config)
-    critic, gradients = loop.agents.critic, {}
+    trainer, _ = make_loop(config)
+    critic, gradients = trainer.models.critic, {}
     before = whole(critic.model)
     with capture(critic, gradients, "critic"):
-        loop.run()
+        trainer.run()
     after = whole(critic.model)
     moved = {name: float((after[name] - weight).abs().max()) for name, weight in before.items()}
     return moved, {name: float(gradient.norm()) for name, gradient in gradients["critic"].items()}
@@ -46,15 +46,15 @@ def one_iteration(config) -> tuple[dict[str, float], bool]:
 
     from megatron_rl.backend.anchor import main_weights
 
-    loop, _ = make_loop(config)
-    actor, anchor = loop.agents.actor, loop.agents.anchor
+    trainer, _ = make_loop(config)
+    actor, anchor = trainer.models.actor, trainer.models.anchor
 
     def state() -> list:
         moments = [t for part in actor.parts for s in part.optimizer.state.values() for t in s.values()]
         return [t.clone() for t in (*main_weights(actor), *moments, *(anchor.average if anchor else ()))]
 
     before, steps = state(), actor.steps
-    metrics = loop.iterate(0)
+    metrics = trainer.iterate(0)
     same = all(torch.equal(a, b) for a, b in zip(before, state(), strict=False)) and actor.steps == steps
     return metrics, same and (anchor is None or anchor.z == 1.0)
 
@@ -86,8 +86,8 @@ def test_uniform_groups_are_refilled_until_rounds_are_spent(ranks: RankPool, bas
 
 def run_rows(config) -> list[dict[str, float]]:
     """Metrics of every iteration without the clock's."""
-    loop, watch = make_loop(config)
-    loop.run()
+    trainer, watch = make_loop(config)
+    trainer.run()
     return [{k: v for k, v in row.items() if not k.startswith(("seconds/", "throughput/"))} for row in watch.rows]
 
 

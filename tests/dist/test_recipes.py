@@ -29,7 +29,7 @@ rollout:
   max_turns: 3
   max_action_tokens: 2
   environment_options: {maps_per_prompt: 4, evaluation_maps: 4}
-gate: {enabled: false}
+first_step_check: {enabled: false}
 """
 SMALL = {
     "vapo": ["algorithm.critic_warmup=1"],
@@ -63,23 +63,23 @@ def configured(base: Path, recipe: str, output: Path, *changes: str):
 def make_loop(config):
     from megatron_rl.backend import topology
     from megatron_rl.environments.tasks import make_task
-    from megatron_rl.training.trainer import Loop
+    from megatron_rl.training.trainer import Trainer
     from tests.dist.test_training import _Watch
 
     watch = _Watch()
     place = topology.initialize(config.parallel, seed=config.seed)
-    return Loop(config, place, make_task(config.rollout.environment, config.rollout.environment_options), watch), watch
+    return Trainer(config, place, make_task(config.rollout.environment, config.rollout.environment_options), watch), watch
 
 
 def run_recipe(config) -> tuple[list[dict[str, float]], dict[str, float]]:
     """Metrics of every iteration, and how far the weights of each model moved."""
     from megatron_rl.backend.anchor import main_weights
 
-    loop, watch = make_loop(config)
-    agents = loop.agents
-    live = {"actor": agents.actor} | ({} if agents.critic is None else {"critic": agents.critic})
+    trainer, watch = make_loop(config)
+    models = trainer.models
+    live = {"actor": models.actor} | ({} if models.critic is None else {"critic": models.critic})
     before = {name: [w.detach().clone() for w in main_weights(model)] for name, model in live.items()}
-    loop.run()
+    trainer.run()
     moved = {
         name: max(float((a - b).abs().max()) for a, b in zip(before[name], main_weights(model), strict=True))
         for name, model in live.items()
@@ -108,23 +108,23 @@ def run_vpo(config) -> tuple[dict[str, float], bool]:
     from megatron_rl.rollouts.store import write_shard
     from megatron_rl.training.rollout_sources.validation import load_validated
     from megatron_rl.training.rollout_sources.sync import my_share, play
-    from megatron_rl.training.epochs import means, train_on
+    from megatron_rl.training.epochs import means, train_epochs
     from megatron_rl.training.score import score_batch
 
-    loop, _ = make_loop(config)
-    engine, task, values = loop.source.engine, loop.task, {}
+    trainer, _ = make_loop(config)
+    engine, task, values = trainer.source.engine, trainer.task, {}
     for iteration in range(2):
         specs = my_share(task.training_specs(iteration, config.rollout.episodes))
         played = play(config, engine, task, specs, greedy=False)
         told = [dataclasses.replace(t, reward_vector=np.array([t.turn_rewards.sum(), len(t.tokens)], np.float32))
                 for t in played]  # fmt: skip
-        folder = loop.output / f"vectors-{iteration}"
+        folder = trainer.output / f"vectors-{iteration}"
         folder.mkdir(parents=True, exist_ok=True)
         write_shard(folder, engine.header(task.vocabulary.fingerprint), told, name=f"rank-{dist.get_rank()}")
         dist.barrier()
-        batch, _ = load_validated(config, folder, loop.fingerprint, 0)
-        scored = score_batch(loop.agents, batch)
-        values = scored.metrics | means(train_on(loop.agents, scored, iteration, loop._timed)[0])
+        batch, _ = load_validated(config, folder, trainer.fingerprint, 0)
+        scored = score_batch(trainer.models, batch)
+        values = scored.metrics | means(train_epochs(trainer.models, scored, iteration, trainer._timed)[0])
     return values, bool(scored.advantages.abs().max() > 0.1)
 
 

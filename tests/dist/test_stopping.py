@@ -24,7 +24,7 @@ def run(config, stop_at: int | None = None) -> tuple[list[dict[str, float]], boo
     """Metrics of the iterations completed, and whether the run stopped at its `stop_at`th question."""
     from megatron_rl.backend import topology
     from megatron_rl.environments.tasks import make_task
-    from megatron_rl.training.trainer import Loop
+    from megatron_rl.training.trainer import Trainer
     from megatron_rl.training.stopping import Stopped, StopRequest
 
     class AtQuestion(StopRequest):
@@ -40,9 +40,9 @@ def run(config, stop_at: int | None = None) -> tuple[list[dict[str, float]], boo
 
     watch = _Watch()
     place = topology.initialize(config.parallel, seed=config.seed)
-    loop = Loop(config, place, make_task("frozen_lake", {"evaluation_maps": 4}), watch, AtQuestion())
+    trainer = Trainer(config, place, make_task("frozen_lake", {"evaluation_maps": 4}), watch, AtQuestion())
     try:
-        loop.run()
+        trainer.run()
     except Stopped:
         return watch.rows, True
     return watch.rows, False

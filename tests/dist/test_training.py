@@ -1,4 +1,4 @@
-"""The loop on real ranks: it resumes exactly, skips what has no decision, stops at the gate, and shares verdicts."""
+"""The trainer on real ranks: it resumes exactly, skips what has no decision, stops at the first-step check, and shares verdicts."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class _Watch:
 def _loop(config, **task):
     from megatron_rl.backend import topology
     from megatron_rl.environments.tasks import make_task
-    from megatron_rl.training.trainer import Loop
+    from megatron_rl.training.trainer import Trainer
 
     watch = _Watch()
     place = topology.initialize(config.parallel, seed=config.seed)
-    return Loop(config, place, make_task("frozen_lake", {"evaluation_maps": 4, **task}), watch), watch
+    return Trainer(config, place, make_task("frozen_lake", {"evaluation_maps": 4, **task}), watch), watch
 
 
 def train(config) -> list[dict[str, float]]:
     """Metrics of every iteration without the clock's."""
-    loop, watch = _loop(config)
-    loop.run()
+    trainer, watch = _loop(config)
+    trainer.run()
     return [{k: v for k, v in row.items() if not k.startswith(("seconds/", "throughput/"))} for row in watch.rows]
 
 
@@ -94,41 +94,41 @@ def skip_step(config) -> bool:
     from megatron_rl.training.score import score_batch
     from megatron_rl.training.update import update_actor, update_critic
 
-    loop, _ = _loop(config)
-    agents = loop.agents
-    directory = record(config, loop.source.engine, loop.task, 0, loop.output / "rollouts")
-    scored = score_batch(agents, load_validated(config, directory, loop.fingerprint, 0)[0])
-    update_actor(agents, scored, scored.rows)
+    trainer, _ = _loop(config)
+    models = trainer.models
+    directory = record(config, trainer.source.engine, trainer.task, 0, trainer.output / "rollouts")
+    scored = score_batch(models, load_validated(config, directory, trainer.fingerprint, 0)[0])
+    update_actor(models, scored, scored.rows)
 
     def state():
-        moments = [t for part in agents.actor.parts for s in part.optimizer.state.values() for t in s.values()]
-        return [t.clone() for t in (*main_weights(agents.actor), *agents.anchor.average, *moments)], agents.anchor.z
+        moments = [t for part in models.actor.parts for s in part.optimizer.state.values() for t in s.values()]
+        return [t.clone() for t in (*main_weights(models.actor), *models.anchor.average, *moments)], models.anchor.z
 
     before, z = state()
-    nothing = update_actor(agents, scored, np.empty(0, np.int64)), update_critic(agents, scored, np.empty(0, np.int64))
+    nothing = update_actor(models, scored, np.empty(0, np.int64)), update_critic(models, scored, np.empty(0, np.int64))
     after, z_after = state()
     same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and z == z_after
-    steps = agents.actor.steps
-    update_actor(agents, scored, scored.rows)
-    return same and nothing == ({"actor/skipped": 1.0}, {"critic/skipped": 1.0}) and agents.actor.steps == steps + 1
+    steps = models.actor.steps
+    update_actor(models, scored, scored.rows)
+    return same and nothing == ({"actor/skipped": 1.0}, {"critic/skipped": 1.0}) and models.actor.steps == steps + 1
 
 
 def test_a_step_without_decisions_changes_nothing(ranks: RankPool, tiny: Path, tmp_path: Path) -> None:
     assert ranks.run(skip_step, 2, _config(tiny, tmp_path / "skip")) == [True, True]
 
 
-def gate(config, tamper: str) -> str:
-    """What the gate says of freshly sampled rollouts after one thing was changed."""
+def check(config, tamper: str) -> str:
+    """What the first-step check says of freshly sampled rollouts after one thing was changed."""
     from megatron_rl.errors import ConfigError
     from megatron_rl.training.first_step_check import check_first_step
     from megatron_rl.training.rollout_sources.validation import load_validated
     from megatron_rl.training.rollout_sources.sync import record
 
-    loop, _ = _loop(config)
+    trainer, _ = _loop(config)
     if tamper == "temperature":
-        loop.source.engine.temperature = 2.0
+        trainer.source.engine.temperature = 2.0
     batch, _ = load_validated_as(
-        config, record(config, loop.source.engine, loop.task, 0, loop.output / "rollouts"), loop, tamper
+        config, record(config, trainer.source.engine, trainer.task, 0, trainer.output / "rollouts"), trainer, tamper
     )
     if tamper == "shift":
         batch = dataclasses.replace(batch, logprobs=np.roll(batch.logprobs, 1) * batch.action_mask)
@@ -136,20 +136,20 @@ def gate(config, tamper: str) -> str:
         rng = np.random.default_rng(0)
         batch = dataclasses.replace(batch, routes=tuple(r[:, rng.permutation(r.shape[1])] for r in batch.routes))
     try:
-        check_first_step(loop.agents, batch)
+        check_first_step(trainer.models, batch)
     except ConfigError as error:
         return str(error)
     return "passed"
 
 
-def load_validated_as(config, directory: Path, loop, tamper: str):
+def load_validated_as(config, directory: Path, trainer, tamper: str):
     """Reads the batch as the trainer would; a header that lies about the temperature is past the entrance already."""
     from megatron_rl.rollouts.store import read_batch
     from megatron_rl.training.rollout_sources.validation import load_validated
 
     if tamper == "temperature":
         return read_batch(directory), None
-    return load_validated(config, directory, loop.fingerprint, 0)
+    return load_validated(config, directory, trainer.fingerprint, 0)
 
 
 @pytest.mark.parametrize(
@@ -164,17 +164,17 @@ def load_validated_as(config, directory: Path, loop, tamper: str):
 def test_the_gate_names_the_cause(ranks: RankPool, tiny: Path, tmp_path: Path, tamper: str, says: str) -> None:
     bounds = {"max_k3": 1e-4, "max_extreme": 0.5}
     wide = {"episodes": 32, "max_turns": 6}
-    config = _config(tiny, tmp_path / tamper, gate=bounds, rollout=wide, batching={"token_budget": 2048})
-    assert says in ranks.run(gate, 1, config, tamper)[0]
+    config = _config(tiny, tmp_path / tamper, first_step_check=bounds, rollout=wide, batching={"token_budget": 2048})
+    assert says in ranks.run(check, 1, config, tamper)[0]
 
 
 def read_bad(config, version: int) -> int:
     from megatron_rl.training.rollout_sources.validation import load_validated
     from megatron_rl.training.rollout_sources.sync import record
 
-    loop, _ = _loop(config)
-    directory = record(config, loop.source.engine, loop.task, 0, loop.output / "rollouts")
-    return len(load_validated(config, directory, loop.fingerprint, version)[0])
+    trainer, _ = _loop(config)
+    directory = record(config, trainer.source.engine, trainer.task, 0, trainer.output / "rollouts")
+    return len(load_validated(config, directory, trainer.fingerprint, version)[0])
 
 
 def test_every_rank_raises_the_same_fault(ranks: RankPool, tiny: Path, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_phase_offload_changes_nothing_but_memory(ranks: RankPool, tiny: Path, t
     def settings(offload: bool):
         layout = {"expert": 2, "phase_offload": offload}
         output = tmp_path / f"{dtype}-{offload}"
-        return _config(tiny, output, parallel=layout, model={"dtype": dtype}, iterations=2, gate={"enabled": False})
+        return _config(tiny, output, parallel=layout, model={"dtype": dtype}, iterations=2, first_step_check={"enabled": False})
 
     kept, offloaded = (ranks.run(train, 2, settings(offload))[0] for offload in (False, True))
     assert [row.keys() for row in kept] == [row.keys() for row in offloaded]
@@ -202,10 +202,10 @@ def held(config) -> tuple[int, int, int]:
     """Gradient bytes of the critic while it is idle, at work, and idle again."""
     from megatron_rl.backend.offload import held_bytes
 
-    loop, _ = _loop(config)
-    critic = loop.agents.critic
+    trainer, _ = _loop(config)
+    critic = trainer.models.critic
     idle = held_bytes(critic)
-    with loop.agents.at_work("critic"):
+    with trainer.models.on_device("critic"):
         working = held_bytes(critic)
     return idle, working, held_bytes(critic)
 

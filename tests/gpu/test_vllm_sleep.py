@@ -43,13 +43,13 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
 def engine(versions: Versions) -> Iterator:
     """A pool over one engine of this process, started with sleep mode."""
     from megatron_rl.engines.vllm.engine import VllmEngine
-    from megatron_rl.engines.vllm.inprocess_replica import EmbeddedReplica
+    from megatron_rl.engines.vllm.inprocess_replica import InProcessReplica
     from megatron_rl.engines.vllm.options import VllmOptions
 
     sizes = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_bytes": KV_BYTES}
     executor = {"distributed_executor_backend": "uni", "gpu_memory_utilization": 0.3}
     options = VllmOptions(versions.v0, dtype="bfloat16", can_sleep=True, extra=executor, **sizes)
-    with VllmEngine([EmbeddedReplica(options)], versions.v0) as pool:
+    with VllmEngine([InProcessReplica(options)], versions.v0) as pool:
         yield pool
 
 
@@ -58,7 +58,7 @@ def test_the_device_is_free_and_the_same_answer_comes_back(engine, versions: Ver
     (before,) = engine.generate([TOKENS], 24, [], greedy=True)
     assert engine.can_rest
     awake = torch.cuda.mem_get_info()[0]
-    found = engine.rest()
+    found = engine.sleep()
     assert found.awake - found.asleep > 0.9 * KV_BYTES, found
     assert torch.cuda.mem_get_info()[0] - awake > 0.9 * KV_BYTES, "others can have it"
     (after,) = engine.generate([TOKENS], 24, [], greedy=True)
@@ -70,7 +70,7 @@ def test_an_update_while_asleep_serves_the_new_version(engine, versions: Version
     expected = engine.score(TOKENS)
     engine.load(versions.v0, 0)
     other = engine.score(TOKENS)
-    engine.rest()
+    engine.sleep()
     engine.load(versions.v1, 1)
     assert engine.version == 1
     assert np.abs(engine.score(TOKENS) - expected).max() < 1e-2 < np.abs(other - expected).max()

@@ -188,7 +188,7 @@ def test_servers_on_nodes_of_their_own_play_for_the_trainer(
     assert "COMPLETED Restarts=0" in whole.wait(job, 500), log_text(output)[-5000:]
     rows = metrics(output)
     assert len(rows) == ITERATIONS
-    assert rows[0]["gate/k3"] < 1e-6, "the trainer recognises what the servers sampled"
+    assert rows[0]["first_step/k3"] < 1e-6, "the trainer recognises what the servers sampled"
     assert max(row["replay/missing"] for row in rows) == 0
     assert not list((output / "weights").glob("*.rejected.json"))
     assert_each_iteration_trained_once(output)

@@ -74,7 +74,7 @@ def test_runs_are_planned_seeds_outermost_and_keep_their_settings(tmp_path, base
     for run in runs:
         read = load_config(run.directory / "config.yaml")
         assert read == run.config
-        assert (read.seed, read.model.path) == (run.seed, str(tmp_path / "out" / "cold-start"))
+        assert (read.seed, read.model.path) == (run.seed, str(tmp_path / "out" / "warm-start"))
     assert [run.config for run in plan()] == [run.config for run in runs]
     with pytest.raises(ConfigError, match="a-seed0"):
         plan("optimizer.lr=0.5")
@@ -125,7 +125,7 @@ def test_runs_finish_are_kept_and_a_failed_one_is_named(tmp_path):
     good = recipe(tmp_path, "good", anchor="recompute", critic_warmup=0)
     command = [
         sys.executable, str(ROOT / "tools" / "compare.py"), str(TASK), str(good), "--seeds", "1", "--iterations", "1",
-        "--episodes", "8", "--demonstrations", "32", "--cold-epochs", "1", "--output", str(tmp_path / "out"),
+        "--episodes", "8", "--demonstrations", "32", "--warm-epochs", "1", "--output", str(tmp_path / "out"),
         "--set", "evaluation_episodes=8",
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -142,7 +142,7 @@ def test_runs_finish_are_kept_and_a_failed_one_is_named(tmp_path):
     assert (tmp_path / "out" / "good-seed0" / "log.txt").read_text() == log
     (tmp_path / "out" / "good-seed0" / "finished").unlink()
     (tmp_path / "out" / "good-seed0" / "metrics.jsonl").unlink()
-    for weights in (tmp_path / "out" / "cold-start").glob("*.safetensors"):
+    for weights in (tmp_path / "out" / "warm-start").glob("*.safetensors"):
         weights.unlink()
     for folder in ("checkpoints", "weights"):
         (tmp_path / "out" / "good-seed0" / folder).rename(tmp_path / folder)

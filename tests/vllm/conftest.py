@@ -21,7 +21,7 @@ from tests.vllm import trainer
 from tests.vllm.proxy import FaultProxy
 
 if TYPE_CHECKING:
-    from megatron_rl.engines.vllm.inprocess_replica import EmbeddedReplica
+    from megatron_rl.engines.vllm.inprocess_replica import InProcessReplica
     from tests.dist.pool import RankPool
 
 VOCAB = 96
@@ -102,11 +102,11 @@ def options(model: Path, dtype: str, **more: object) -> VllmOptions:
 
 
 @pytest.fixture(scope="session")
-def embedded(published: Published) -> EmbeddedReplica:
+def embedded(published: Published) -> InProcessReplica:
     """A float32 engine in this process. Tests leave its weights as they like; a pool brings its own."""
-    from megatron_rl.engines.vllm.inprocess_replica import EmbeddedReplica
+    from megatron_rl.engines.vllm.inprocess_replica import InProcessReplica
 
-    return EmbeddedReplica(options(published.v0, "float32"))
+    return InProcessReplica(options(published.v0, "float32"))
 
 
 @pytest.fixture(scope="session")

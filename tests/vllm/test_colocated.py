@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_rl.engines.vllm.engine import PoolSettings, VllmEngine
+from megatron_rl.engines.vllm.engine import ReplicaSetSettings, VllmEngine
 from megatron_rl.engines.vllm.host_memory import resident_bytes
 from megatron_rl.engines.vllm.http_replica import HttpReplica
 from megatron_rl.engines.vllm.server_group import ServerGroup
@@ -22,7 +22,7 @@ from tests.vllm.conftest import CANARY_TOKENS, Published, lake_model, options
 from tests.vllm.test_agreement import Kept
 from tests.vllm.test_updates import holds
 
-KV_BYTES, EXACT = 64 << 20, PoolSettings(max_k3=1e-6)
+KV_BYTES, EXACT = 64 << 20, ReplicaSetSettings(max_k3=1e-6)
 
 
 def memory_of(embedded) -> int:
@@ -41,7 +41,7 @@ def test_memory_leaves_and_the_same_answer_comes_back(embedded, published: Publi
     with VllmEngine([Kept(embedded)], published.v0, settings=EXACT) as engine:
         assert engine.can_rest
         (before,), expected = engine.generate([CANARY_TOKENS], 24, [], greedy=True), memory_of(embedded)
-        found = engine.rest()
+        found = engine.sleep()
         assert expected > KV_BYTES * 0.9 and memory_of(embedded) == 0
         assert found.awake - found.asleep > 0.9 * expected, found
         (after,) = engine.generate([CANARY_TOKENS], 24, [], greedy=True)
@@ -55,7 +55,7 @@ def test_memory_leaves_and_the_same_answer_comes_back(embedded, published: Publi
 def test_an_update_while_asleep_serves_the_new_version(embedded, published: Published) -> None:
     with VllmEngine([Kept(embedded)], published.v0, settings=EXACT) as engine:
         assert holds(engine, published.v0, 1e-6), "prefixes of these tokens are stored"
-        engine.rest()
+        engine.sleep()
         engine.load(published.v1, 1)
         assert engine.version == 1 and holds(engine, published.v1, 1e-6) and not holds(engine, published.v0, 1e-6)
         assert engine.generate([CANARY_TOKENS], 4, [])[0].version == 1
@@ -67,7 +67,7 @@ def test_an_update_while_asleep_serves_the_new_version(embedded, published: Publ
 )
 def test_a_failed_update_while_asleep_serves_the_old_version(embedded, published, name, version, error) -> None:
     with VllmEngine([Kept(embedded)], published.v1, version=1, settings=EXACT) as engine:
-        engine.rest()
+        engine.sleep()
         with pytest.raises(error):
             engine.load(getattr(published, name), version)
         assert (memory_of(embedded) == 0) == (name == "torn"), "nobody is woken for a damaged directory"
@@ -77,7 +77,7 @@ def test_a_failed_update_while_asleep_serves_the_old_version(embedded, published
 
 def test_a_sleeper_holds_no_weights_and_is_found_by_the_next_pool(embedded, published: Published) -> None:
     with VllmEngine([Kept(embedded)], published.v0, settings=EXACT) as engine:
-        engine.rest()
+        engine.sleep()
         with pytest.raises(EngineError, match="holds no weights"):
             engine._call(embedded.differing(published.v0))
     with VllmEngine([Kept(embedded)], published.v1, version=1, settings=EXACT) as engine:
@@ -87,33 +87,33 @@ def test_a_sleeper_holds_no_weights_and_is_found_by_the_next_pool(embedded, publ
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_servers_sleep_too_and_one_that_was_killed_meanwhile_is_taken_back(published: Published, tmp_path) -> None:
-    patient = PoolSettings(attempts=6, patience=400, health_every=1.0, max_k3=1e-6)
+    patient = ReplicaSetSettings(attempts=6, patience=400, health_every=1.0, max_k3=1e-6)
     with ServerGroup(options(published.v0, "float32", can_sleep=True), tmp_path, [{}]) as group:
         (server,) = group.servers
         with VllmEngine([HttpReplica(server.url)], published.v0, settings=patient) as engine:
             (before,) = engine.generate([CANARY_TOKENS], 24, [], greedy=True)
-            found = engine.rest()
+            found = engine.sleep()
             assert found.awake - found.asleep > 0.9 * KV_BYTES, found
             (after,) = engine.generate([CANARY_TOKENS], 24, [], greedy=True)
             assert np.array_equal(before.tokens, after.tokens) and np.array_equal(before.routes, after.routes)
-            engine.rest()
+            engine.sleep()
             with pytest.raises(EngineVersionError):
                 engine.load(published.liar, 2)
             assert engine.version == 0 and holds(engine, published.v0, 1e-6)
-            engine.rest()
+            engine.sleep()
             engine.load(published.v1, 1)
             assert holds(engine, published.v1, 1e-6)
-            engine.rest()
+            engine.sleep()
             os.killpg(server._process.pid, signal.SIGKILL)
             wait_until_it_sleeps_again(engine, group)
             assert holds(engine, published.v1, 1e-6), "it began with version 0"
-            assert engine._call(engine._fleet.members[0].replica.differing(published.v1)) == []
+            assert engine._call(engine._replicas.states[0].replica.differing(published.v1)) == []
 
 
 def wait_until_it_sleeps_again(engine: VllmEngine, group: ServerGroup) -> None:
     async def asleep() -> bool:
         try:
-            return await engine._fleet.members[0].replica.sleeps()
+            return await engine._replicas.states[0].replica.sleeps()
         except EngineError:
             return False
 
@@ -130,7 +130,7 @@ def test_a_run_that_takes_turns_with_its_vllm(ranks: RankPool, tmp_path: Path, e
     vllm = {"engine": engine, "engine_options": {"kv_cache_bytes": KV_BYTES}, "restarts": 0}
     turns = {"rollout": {"mode": "sync", "colocated": True, **vllm}, "parallel": {"phase_offload": True}}
     rows = ranks.run(train, 1, settings(model, output, iterations=2, **turns), timeout=400)[0]
-    assert len(rows) == 2 and rows[0]["gate/k3"] < 1e-6
+    assert len(rows) == 2 and rows[0]["first_step/k3"] < 1e-6
     for row in rows:
         assert row["stream/staleness_max"] == 0 and row["replay/missing"] == 0
         assert row["stream/engine_awake_bytes"] - row["stream/engine_asleep_bytes"] > 0.9 * KV_BYTES

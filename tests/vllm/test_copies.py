@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_rl.engines.publication import write_publication
-from megatron_rl.engines.vllm.engine import PoolSettings, VllmEngine
+from megatron_rl.engines.vllm.engine import ReplicaSetSettings, VllmEngine
 from megatron_rl.engines.vllm.http_replica import HttpReplica
 from megatron_rl.engines.vllm.server import SERVED_NAME, LocalServer
 from megatron_rl.errors import EngineVersionError
@@ -73,7 +73,7 @@ def test_every_copy_proves_its_weights_and_samples_its_own_stream(server: LocalS
         engine.reseed(7)
         return [told(server, copy, max_tokens=16, ignore_eos=True)["token_ids"] for copy in COPIES]
 
-    with VllmEngine([HttpReplica(server.url)], versions[0], settings=PoolSettings(attempts=1)) as engine:
+    with VllmEngine([HttpReplica(server.url)], versions[0], settings=ReplicaSetSettings(attempts=1)) as engine:
         before, tokens = scores(), sampled()
         assert before[0] == before[1] and tokens[0] != tokens[1] and sampled() == tokens
         with pytest.raises(EngineVersionError, match="engine copy 1 holds other weights.*version 0 serves on"):
@@ -82,6 +82,6 @@ def test_every_copy_proves_its_weights_and_samples_its_own_stream(server: LocalS
         engine.load(versions[2], 2)
         after = scores()
         assert after[0] == after[1] != before[0]
-        engine.rest()
+        engine.sleep()
         assert engine.version == 2 and len(engine.generate([[1, 2, 3]], 4, [])[0].tokens) == 4
         assert scores() == after

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_rl.engines.vllm.engine import PoolSettings, VllmEngine
+from megatron_rl.engines.vllm.engine import ReplicaSetSettings, VllmEngine
 from megatron_rl.engines.vllm.http_replica import HttpReplica
 from megatron_rl.errors import EngineAnswerError, EngineError, EngineUnavailableError, EngineVersionError
 from tests.vllm import proxy as faults
@@ -24,7 +24,7 @@ FAULTS = {
     "hang": ("hang", EngineUnavailableError, "no answer in time"),
     "dropped": ("drop", EngineUnavailableError, "connection"),
 }
-SETTINGS = PoolSettings(attempts=3, backoff=0.01, patience=20, health_every=0.3, max_k3=0.01, start_timeout=30)
+SETTINGS = ReplicaSetSettings(attempts=3, backoff=0.01, patience=20, health_every=0.3, max_k3=0.01, start_timeout=30)
 
 
 @pytest.fixture
@@ -67,12 +67,12 @@ def test_weights_changed_behind_our_back_do_not_serve(engine: VllmEngine, server
 
     engine._call(take_over())
     deadline = time.monotonic() + 20
-    while not engine.faults and engine._call(current_tag(engine)) != engine._fleet.weights.tag:
+    while not engine.faults and engine._call(current_tag(engine)) != engine._replicas.weights.tag:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert engine._call(engine._fleet.members[0].replica.differing(published.v0)) == []
+    assert engine._call(engine._replicas.states[0].replica.differing(published.v0)) == []
 
 
 async def current_tag(engine: VllmEngine) -> str:
     """What the server calls its weights now."""
-    return await engine._fleet.members[0].replica.tag()
+    return await engine._replicas.states[0].replica.tag()

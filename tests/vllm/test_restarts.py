@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.engines.canary import Canary, check_canary
-from megatron_rl.engines.vllm.completion import Question
-from megatron_rl.engines.vllm.engine import PoolSettings, VllmEngine
+from megatron_rl.engines.vllm.completion import CompletionRequest
+from megatron_rl.engines.vllm.engine import ReplicaSetSettings, VllmEngine
 from megatron_rl.engines.vllm.http_replica import HttpReplica
 from megatron_rl.engines.vllm.server import LocalServer
 from megatron_rl.engines.vllm.server_group import ServerGroup
@@ -22,7 +22,7 @@ from megatron_rl.errors import LaunchError
 from tests.vllm.conftest import VOCAB, Published, options
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
-PATIENT = PoolSettings(attempts=6, patience=400, health_every=1.0)
+PATIENT = ReplicaSetSettings(attempts=6, patience=400, health_every=1.0)
 
 
 TURNS = 16
@@ -56,7 +56,7 @@ def test_killed_server_is_restarted_and_taken_back(published: Published, tmp_pat
         replicas = [HttpReplica(url, timeout=60) for url in group.urls]
         with VllmEngine(replicas, published.v0, settings=PATIENT) as engine:
             engine.load(published.v1, 1)
-            asked = [member.ask(Question((1, 2, 3), 16, ()), 1.0) for member in engine._fleet.members]
+            asked = [state.ask(CompletionRequest((1, 2, 3), 16, ()), 1.0) for state in engine._replicas.states]
             answers = [tuple(engine._call(one).tokens) for one in asked]
             assert len(set(answers)) == servers, "started alike, they do not sample alike"
             found, played = [], []
@@ -69,13 +69,13 @@ def test_killed_server_is_restarted_and_taken_back(published: Published, tmp_pat
             player.join(600)
             assert [set(turns) for turns in found] == [{1}] * 6 and engine.faults, "killed in the middle"
             deadline = time.monotonic() + 300
-            while not all(member.serving for member in engine._fleet.members):
+            while not all(state.serving for state in engine._replicas.states):
                 assert time.monotonic() < deadline, engine.faults
                 time.sleep(0.5)
             assert group.restarts == [1] + [0] * (servers - 1)
             assert check_canary(engine, Canary.read(published.v1), max_k3=1e-6) < 1e-6
-            for member in engine._fleet.members:
-                assert engine._call(member.replica.differing(published.v1)) == []
+            for state in engine._replicas.states:
+                assert engine._call(state.replica.differing(published.v1)) == []
 
 
 def test_server_that_cannot_start_says_why(published: Published, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.engines import Generation
 from megatron_rl.engines.canary import Canary, mean_k3
 from megatron_rl.engines.local import LocalEngine
-from megatron_rl.engines.vllm.engine import PoolSettings, VllmEngine
+from megatron_rl.engines.vllm.engine import ReplicaSetSettings, VllmEngine
 from megatron_rl.engines.vllm.http_replica import HttpReplica
 from megatron_rl.errors import CheckpointError, EngineVersionError
 from tests.vllm.conftest import CANARY_TOKENS, Published
@@ -38,7 +38,7 @@ def holds(engine: VllmEngine, path, bound: float) -> bool:
 
 def test_update_is_proven_by_scoring(replica, published: Published) -> None:
     replica, bound = replica
-    with VllmEngine([replica], published.v0, settings=PoolSettings(max_k3=bound)) as engine:
+    with VllmEngine([replica], published.v0, settings=ReplicaSetSettings(max_k3=bound)) as engine:
         assert holds(engine, published.v0, bound)
         # Stored prefixes of the old weights must not survive: the same tokens are scored again.
         engine.load(published.v1, 1)
@@ -52,7 +52,7 @@ def test_update_is_proven_by_scoring(replica, published: Published) -> None:
 )
 def test_bad_update_leaves_the_old_version(replica, published: Published, name: str, version: int, error) -> None:
     replica, bound = replica
-    with VllmEngine([replica], published.v1, version=1, settings=PoolSettings(max_k3=bound)) as engine:
+    with VllmEngine([replica], published.v1, version=1, settings=ReplicaSetSettings(max_k3=bound)) as engine:
         with pytest.raises(error):
             engine.load(getattr(published, name), version)
         assert engine.version == 1 and holds(engine, published.v1, bound)
@@ -63,7 +63,7 @@ def test_bad_update_leaves_the_old_version(replica, published: Published, name: 
 @pytest.mark.parametrize("finish", [False, True], ids=["interrupt", "finish"])
 def test_generation_in_flight_has_one_version(embedded, published: Published, finish: bool) -> None:
     prompts = [[(5 * row + i) % 90 for i in range(3 + 6 * row)] for row in range(CALLS)]
-    with VllmEngine([Kept(embedded)], published.v0, settings=PoolSettings(finish_calls=finish)) as engine:
+    with VllmEngine([Kept(embedded)], published.v0, settings=ReplicaSetSettings(finish_calls=finish)) as engine:
         found = played_through(engine, embedded, prompts, published)
         reference = {0: LocalEngine(published.v0), 1: LocalEngine(published.v1)}
         for prompt, parts in zip(prompts, found, strict=True):

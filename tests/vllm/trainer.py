@@ -37,9 +37,9 @@ def score_recorded(checkpoint: str, directory: str, dtype: str, temperature: flo
     from megatron_rl.rollouts.store import read_batch
     from tests.dist.experiment import read, record_live
 
-    agents, batch = _agents(checkpoint, dtype, temperature), read_batch(Path(directory))
-    native, routes = record_live(agents, batch)
-    replayed = read(agents, agents.actor, _stream(batch), batch, np.arange(len(batch)), replay=True)[0]
+    models, batch = _agents(checkpoint, dtype, temperature), read_batch(Path(directory))
+    native, routes = record_live(models, batch)
+    replayed = read(models, models.actor, _stream(batch), batch, np.arange(len(batch)), replay=True)[0]
     return Scores(native, replayed.numpy(), routes)
 
 
@@ -48,22 +48,22 @@ def canary(checkpoint: str, tokens: list[int]) -> Canary:
     from megatron_rl.batching import actor_stream
     from megatron_rl.training.forward import policy_logprobs
 
-    agents = _agents(checkpoint, "float32", 1.0)
+    models = _agents(checkpoint, "float32", 1.0)
     ids, n = np.asarray(tokens, np.int32), len(tokens)
     stream = actor_stream(ids, np.array([0, n]), np.arange(n) > 0)
-    logprobs = policy_logprobs(agents, stream, None, np.zeros(1, np.int64), replay=False)
+    logprobs = policy_logprobs(models, stream, None, np.zeros(1, np.int64), replay=False)
     return Canary(ids, np.concatenate([[0.0], logprobs.numpy()]).astype(np.float32))
 
 
 def _agents(checkpoint: str, dtype: str, temperature: float):
     from megatron_rl.backend.topology import initialize
     from megatron_rl.config import parse_config
-    from megatron_rl.training.actor_critic import build_agents
+    from megatron_rl.training.actor_critic import build_actor_critic
 
     config = parse_config(
         dict(model=dict(path=checkpoint, dtype=dtype), rollout=dict(temperature=temperature), replay=dict(enabled=True))
     )
-    return build_agents(config, initialize(config.parallel, seed=1))
+    return build_actor_critic(config, initialize(config.parallel, seed=1))
 
 
 def _stream(batch):

@@ -122,18 +122,18 @@ def _settings(folder: Path, bound: int, iterations: int, episodes: int, latency:
             "max_action_tokens": 3,
             "shard_seconds": 0.1,
         },
-        "gate": {"enabled": False},
+        "first_step_check": {"enabled": False},
     }
 
 
 def _run(plain: dict, topology) -> list[dict[str, float]]:
     from megatron_rl.config import parse_config
     from megatron_rl.environments.tasks import make_task
-    from megatron_rl.training.trainer import Loop
+    from megatron_rl.training.trainer import Trainer
 
     config, watch = parse_config(plain), _Quiet()
     task = make_task(config.rollout.environment, config.rollout.environment_options)
-    Loop(config, topology, task, watch).run()
+    Trainer(config, topology, task, watch).run()
     return watch.rows
 
 

@@ -49,7 +49,7 @@ def _compare(path: Path, folder: Path, topology, episodes: int, temperature: flo
     from megatron_rl.engines.local import LocalEngine
     from megatron_rl.environments.tasks import make_task
     from megatron_rl.rollouts.store import read_batch, write_shard
-    from megatron_rl.training.actor_critic import build_agents
+    from megatron_rl.training.actor_critic import build_actor_critic
     from megatron_rl.training.forward import policy_logprobs, streams
     from megatron_rl.training.rollout_sources.sync import play
     from megatron_rl.training.score import mismatch_metrics
@@ -63,36 +63,36 @@ def _compare(path: Path, folder: Path, topology, episodes: int, temperature: flo
     played = play(config, engine, task, task.training_specs(0, episodes), greedy=False)
     write_shard(folder / "rollouts", engine.header(task.vocabulary.fingerprint), played)
     batch = read_batch(folder / "rollouts")
-    agents = build_agents(config, topology)
+    models = build_actor_critic(config, topology)
     actor, _ = streams(batch)
     recorded = torch.tensor(batch.logprobs[batch.action_mask])
     table = Table("float32 trainer against bfloat16 engine", "mean k3 (nats)", "F(2)", "max |log ratio|")
     k3 = {}
     for name, replay in (("native routes", False), ("routes replayed (R3)", True)):
-        found = mismatch_metrics(policy_logprobs(agents, actor, batch, np.arange(len(batch)), replay=replay), recorded)
+        found = mismatch_metrics(policy_logprobs(models, actor, batch, np.arange(len(batch)), replay=replay), recorded)
         k3[replay] = found["k3"]
         table.add_row(name, f"{found['k3']:.3e}", f"{found['extreme2']:.3e}", f"{found['largest']:.3f}")
     Console().print(table)
     print(
         f"{len(recorded)} decisions of {episodes} episodes; "
-        f"tokens whose native routes differ: {differing(agents, batch):.2%}"
+        f"tokens whose native routes differ: {differing(models, batch):.2%}"
     )
     print(f"replay cuts the mean k3 by a factor of {k3[False] / k3[True]:.1f}")
     return int(k3[True] >= k3[False])
 
 
-def differing(agents, batch) -> float:
+def differing(models, batch) -> float:
     """Share of recorded tokens that the trainer would route to another set of experts in at least one layer."""
     from megatron_rl.backend.step import score
     from megatron_rl.training.forward import plan, prepare, readout, streams
 
     actor, _ = streams(batch)
-    model, changed, seen = agents.actor.model, 0, 0
+    model, changed, seen = models.actor.model, 0, 0
     for row in range(len(batch)):
         rows = np.array([row])
-        planned = plan(agents, actor, rows)
-        (part,) = prepare(agents, model, actor, batch, planned, rows, replay=False)
-        score(model, [part], planned.length, readout(agents.config), record=True)
+        planned = plan(models, actor, rows)
+        (part,) = prepare(models, model, actor, batch, planned, rows, replay=False)
+        score(model, [part], planned.length, readout(models.config), record=True)
         wanted = batch.routes[row]
         own = np.stack([handle.recorded.cpu().numpy()[: wanted.shape[1]] for handle in model.registry.handles])
         differs = (np.sort(own, -1) != np.sort(wanted.astype(np.int64), -1)).any(-1).any(0)

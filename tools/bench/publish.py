@@ -56,12 +56,12 @@ def main(
 
     with tempfile.TemporaryDirectory(dir=directory) as folder, ranks(_config("")) as topology:
         model = Path(folder) / "model"
-        agents = _agents(model, topology)
+        models = _agents(model, topology)
         options = VllmOptions(model, max_model_len=256, max_num_seqs=16, kv_cache_bytes=64 << 20, extra=ONE_PROCESS)
         with LocalServer(options, Path(folder) / "server.log") as server:
             replica, steps = _timed_replica(server.url)
             with VllmEngine([replica], model) as engine:
-                seconds, size = _measure(agents, engine, steps, Path(folder), repeats)
+                seconds, size = _measure(models, engine, steps, Path(folder), repeats)
     _show(seconds, size)
 
 
@@ -78,13 +78,13 @@ def _agents(path: Path, topology):
 
     from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
     from megatron_rl.environments.vocabulary import Vocabulary
-    from megatron_rl.training.actor_critic import build_agents
+    from megatron_rl.training.actor_critic import build_actor_critic
 
     write_tiny_checkpoint(path, Vocabulary([f"w{i}" for i in range(1024)]), TinyShape(**SHAPE))
     weights = path / "model.safetensors"
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(weights).items()}
     save_file(tensors, weights, metadata={"format": "pt"})
-    return build_agents(_config(str(path)), topology)
+    return build_actor_critic(_config(str(path)), topology)
 
 
 def _timed_replica(url: str):
@@ -116,14 +116,14 @@ def _timed_replica(url: str):
     return Timed(url), steps
 
 
-def _measure(agents, engine, steps: dict, folder: Path, repeats: int) -> tuple[dict[str, list[float]], int]:
+def _measure(models, engine, steps: dict, folder: Path, repeats: int) -> tuple[dict[str, list[float]], int]:
     from megatron_rl.engines.publication import check_publication
-    from megatron_rl.training.weights import publish
+    from megatron_rl.training.weights import publish_weights
 
     seconds: dict[str, list[float]] = {part: [] for part in ("copy", "publish", "load", *STEPS)}
     for repeat in range(repeats + 1):
-        agents.version = version = repeat + 1
-        published, taken = _timed(lambda: publish(agents, folder / "weights"))
+        models.version = version = repeat + 1
+        published, taken = _timed(lambda: publish_weights(models, folder / "weights"))
         _, loaded = _timed(lambda where=published, version=version: engine.load(where, version))
         weights = published / "model.safetensors"
         _, copied = _timed(lambda file=weights: _copy(file, folder / "copy"))

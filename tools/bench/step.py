@@ -59,7 +59,7 @@ def _bench(size: str, folder: Path, topology, repeats: int, sequences: int, budg
     from megatron_rl.config import parse_config
     from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
     from megatron_rl.environments.vocabulary import Vocabulary
-    from megatron_rl.training.actor_critic import build_agents
+    from megatron_rl.training.actor_critic import build_actor_critic
 
     vocabulary = Vocabulary([f"w{i}" for i in range(4096 if size != "demo" else 32)])
     parameters = write_tiny_checkpoint(folder / size, vocabulary, TinyShape(**SIZES[size]))
@@ -68,9 +68,9 @@ def _bench(size: str, folder: Path, topology, repeats: int, sequences: int, budg
         "batching": {"token_budget": budget},
         "algorithm": {"anchor": "recompute"},
     })  # fmt: skip
-    agents = build_agents(config, topology)
-    batch = synthetic_batch(agents.actor.model.hf, sequences, longest=budget // 4)
-    steps = _steps(agents, batch)
+    models = build_actor_critic(config, topology)
+    batch = synthetic_batch(models.actor.model.hf, sequences, longest=budget // 4)
+    steps = _steps(models, batch)
     tokens = int(batch.offsets[-1])
     print(f"{size}: {parameters / 1e6:.1f} M parameters, {sequences} trajectories, {tokens} tokens", flush=True)
     for name, numerator, denominator, bound in (
@@ -134,56 +134,56 @@ def synthetic_batch(hf, sequences: int, longest: int, seed: int = 0):
     )  # fmt: skip
 
 
-def _steps(agents, batch) -> dict[str, Callable[[], None]]:
+def _steps(models, batch) -> dict[str, Callable[[], None]]:
     """The sides of the comparisons; every one accumulates gradients and none steps the optimizer."""
     from megatron_rl.algorithm.policy_losses import StepVectors
-    from megatron_rl.algorithm.step_losses import PolicyTerms, loss_weights
+    from megatron_rl.algorithm.step_losses import PolicyStepLoss, loss_weights
     from megatron_rl.backend.step import train
     from megatron_rl.training.forward import plan, policy_logprobs, prepare, readout, streams
 
     actor, _ = streams(batch)
     rows = np.arange(len(batch))
-    device = next(agents.actor.model.bare[0].parameters()).device
+    device = next(models.actor.model.bare[0].parameters()).device
     decisions = np.concatenate([[0], np.cumsum(batch.action_mask)])[batch.offsets]
     offsets = torch.as_tensor(decisions, device=device)
     flat = torch.zeros(int(offsets[-1]), device=device)
     weights = loss_weights("token_mean", offsets, flat == 0, torch.as_tensor(rows, device=device))
     vectors = StepVectors(flat + 1, flat - 2, flat - 2, None, weights, None)
-    terms = PolicyTerms(agents.config.algorithm, vectors, kl_coef=0.0)
-    unpacked = agents.config.batching.model_copy(update={"packed": False})
-    padded = _with_batching(agents, unpacked)
+    terms = PolicyStepLoss(models.config.algorithm, vectors, kl_coef=0.0)
+    unpacked = models.config.batching.model_copy(update={"packed": False})
+    padded = _with_batching(models, unpacked)
 
-    def update(live=agents, replay=True):
+    def update(live=models, replay=True):
         planned = plan(live, actor, rows)
         parts = prepare(live, live.actor.model, actor, batch, planned, rows, replay=replay)
         train(live.actor.model, parts, planned.length, readout(live.config), terms)
 
     def with_anchor():
-        policy_logprobs(agents, actor, batch, rows)
+        policy_logprobs(models, actor, batch, rows)
         update()
 
-    planned = plan(agents, actor, rows)
-    parts = prepare(agents, agents.actor.model, actor, batch, planned, rows, replay=False)
+    planned = plan(models, actor, rows)
+    parts = prepare(models, models.actor.model, actor, batch, planned, rows, replay=False)
     return {
         "update": update,
         "native": lambda: update(replay=False),
         "padded": lambda: update(padded),
         "ewma": with_anchor,
-        "bare": lambda: bare_forward_backward(agents, parts, planned.length),
+        "bare": lambda: bare_forward_backward(models, parts, planned.length),
     }
 
 
-def _with_batching(agents, batching):
+def _with_batching(models, batching):
     import dataclasses
 
-    return dataclasses.replace(agents, config=agents.config.model_copy(update={"batching": batching}))
+    return dataclasses.replace(models, config=models.config.model_copy(update={"batching": batching}))
 
 
-def bare_forward_backward(agents, micro_batches, length: int) -> None:
+def bare_forward_backward(models, micro_batches, length: int) -> None:
     """Megatron's own path on the same tokens: stock routing, output layer over all positions, its cross-entropy."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    model = agents.actor.model
+    model = models.actor.model
     chunk, kept = model.bare[0], model.bare[0].output_layer
     hooks = [(handle, handle.router) for handle in model.registry.handles]
     chunk.output_layer = kept._plain[0]

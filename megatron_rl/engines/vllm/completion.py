@@ -23,7 +23,7 @@ STOPPED, EXHAUSTED, ABORTED = "stop", "length", "abort"
 
 
 @dataclass(frozen=True)
-class Question:
+class CompletionRequest:
     """One call."""
 
     prompt: tuple[int, ...]
@@ -34,7 +34,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """One call's result as a replica reports it, unchecked."""
 
     tokens: Sequence[int]
@@ -48,7 +48,13 @@ class Answer:
 
 
 def to_generation(
-    question: Question, answer: Answer, model: HFModelConfig, version: int, *, who: str, routes: bool = True
+    question: CompletionRequest,
+    answer: Completion,
+    model: HFModelConfig,
+    version: int,
+    *,
+    who: str,
+    routes: bool = True,
 ) -> Generation | None:
     """Check an answer and bring it into the recorded form.
 
@@ -92,7 +98,7 @@ def decode_array(text: str | None) -> np.ndarray | None:
         raise EngineAnswerError("unreadable routes", field="routed_experts", found=error, expected="a .npy") from error
 
 
-def _check_tokens(question: Question, answer: Answer, model: HFModelConfig, who: str) -> None:
+def _check_tokens(question: CompletionRequest, answer: Completion, model: HFModelConfig, who: str) -> None:
     """Ids and log-probs pair up, are in range, end where they must.
 
     Raises:
@@ -120,11 +126,11 @@ def _check_tokens(question: Question, answer: Answer, model: HFModelConfig, who:
         raise _wrong("finish_reason", f"{answer.finish} after {n} tokens", "a stop token or the limit", who)
 
 
-def _complete(question: Question, answer: Answer) -> bool:
+def _complete(question: CompletionRequest, answer: Completion) -> bool:
     return len(answer.tokens) == question.max_new_tokens or answer.tokens[-1] in question.stop_tokens
 
 
-def _routes(answer: Answer, model: HFModelConfig, rows: int, who: str) -> np.ndarray:
+def _routes(answer: Completion, model: HFModelConfig, rows: int, who: str) -> np.ndarray:
     if answer.routes is None:
         setting = "start the server with enable_return_routed_experts"
         raise _wrong("routed_experts", "none", f"{rows} rows of routes", who, setting)
@@ -153,7 +159,9 @@ def _wrong(field: str, found: Any, expected: Any, who: str, setting: str | None 
     )
 
 
-def as_question(prompt: Sequence[int], max_new_tokens: int, stop_tokens: Collection[int], greedy: bool) -> Question:
+def as_request(
+    prompt: Sequence[int], max_new_tokens: int, stop_tokens: Collection[int], greedy: bool
+) -> CompletionRequest:
     """Plain Python integers, which JSON and msgpack accept."""
     stops = tuple(sorted(int(token) for token in stop_tokens))
-    return Question(tuple(int(token) for token in prompt), int(max_new_tokens), stops, greedy)
+    return CompletionRequest(tuple(int(token) for token in prompt), int(max_new_tokens), stops, greedy)

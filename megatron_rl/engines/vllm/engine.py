@@ -2,7 +2,7 @@
 
 Invariants:
 
-* A generation was sampled by one version: weights change only while no call is in flight (`fleet`).
+* A generation was sampled by one version: weights change only while no call is in flight (`replica_set`).
 * A call is asked again until one answer is good or attempts run out; at most one answer is returned.
 """
 
@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_rl.engines import Generation
-from megatron_rl.engines.vllm.completion import Question, as_question, to_generation
-from megatron_rl.engines.vllm.prefix_affinity import Affinity
+from megatron_rl.engines.vllm.completion import CompletionRequest, as_request, to_generation
+from megatron_rl.engines.vllm.prefix_affinity import PrefixAffinity
 from megatron_rl.engines.vllm.replica import Footprint, Replica
-from megatron_rl.engines.vllm.replica_set import Fleet, PoolSettings, gather
-from megatron_rl.engines.vllm.replica_state import Member, Weights
+from megatron_rl.engines.vllm.replica_set import ReplicaSet, ReplicaSetSettings, gather
+from megatron_rl.engines.vllm.replica_state import ReplicaState, Weights
 from megatron_rl.errors import (
     ConfigError,
     EngineAnswerError,
@@ -64,17 +64,17 @@ class VllmEngine:
         version: int = 0,
         temperature: float = 1.0,
         seed: int = 0,
-        settings: PoolSettings | None = None,
+        settings: ReplicaSetSettings | None = None,
     ) -> None:
         if not replicas:
             raise ConfigError("no replica to play with", field="replicas", found=0, expected=">= 1")
         if not temperature > 0:
             raise ConfigError("temperature", found=temperature, expected="> 0", setting="rollout.temperature")
-        self.temperature, self.settings = temperature, settings or PoolSettings()
+        self.temperature, self.settings = temperature, settings or ReplicaSetSettings()
         self.model = read_hf_config(weights)
         self._run_id = uuid.uuid4().hex[:8]
-        self._fleet = Fleet(replicas, self._named(weights, version), self.settings, seed)
-        self._affinity: Affinity[Member] = Affinity()
+        self._replicas = ReplicaSet(replicas, self._named(weights, version), self.settings, seed)
+        self._affinity: PrefixAffinity[ReplicaState] = PrefixAffinity()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-pool", daemon=True)
         self._thread.start()
@@ -87,12 +87,12 @@ class VllmEngine:
     @property
     def version(self) -> int:
         """Version that new calls are sampled by."""
-        return self._fleet.weights.version
+        return self._replicas.weights.version
 
     @property
     def faults(self) -> Counter[str]:
         """Errors that were survived, by class name."""
-        return self._fleet.faults
+        return self._replicas.faults
 
     def __enter__(self) -> VllmEngine:
         return self
@@ -132,25 +132,25 @@ class VllmEngine:
             EngineError: no replica took the weights or scored the canary as the trainer did; the version before serves
                 on. A replica that fails alone is taken out and brought up to date later.
         """
-        self._call(self._forgetting(self._fleet.load(self._named(directory, version))))
+        self._call(self._forgetting(self._replicas.load(self._named(directory, version))))
 
-    def rest(self) -> Footprint:
+    def sleep(self) -> Footprint:
         """Leave the device once no call is in flight, until the next call or `load`: it holds neither weights nor
         stored prefixes then, and the present version is read from its directory again if it is needed.
 
         Raises:
             EngineError: a replica did not go to sleep.
         """
-        return self._call(self._forgetting(self._fleet.rest()))
+        return self._call(self._forgetting(self._replicas.sleep()))
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
         """float32 [N] log-probs of these tokens at temperature 1, 0 at the first; each after those before it."""
         ids = [int(token) for token in tokens]
-        return np.asarray(self._call(self._on_any(lambda member: member.replica.score(ids))), np.float32)
+        return np.asarray(self._call(self._on_any(lambda state: state.replica.score(ids))), np.float32)
 
     def reseed(self, seed: int) -> None:
         """Begin the sampling streams of another seed."""
-        self._call(self._fleet.reseed(seed))
+        self._call(self._replicas.reseed(seed))
 
     def header(self, tokenizer_hash: str) -> RolloutHeader:
         """The header of rollouts recorded with this engine and this vocabulary."""
@@ -182,8 +182,8 @@ class VllmEngine:
 
     def _question(
         self, prompt: Sequence[int], max_new_tokens: int, stop_tokens: Sequence[int], greedy: bool
-    ) -> Question:
-        question = as_question(prompt, max_new_tokens, stop_tokens, greedy)
+    ) -> CompletionRequest:
+        question = as_request(prompt, max_new_tokens, stop_tokens, greedy)
         found, limit = len(question.prompt), self.max_model_len
         if not found or max_new_tokens < 1 or found + max_new_tokens > limit:
             raise RolloutError(
@@ -195,21 +195,21 @@ class VllmEngine:
         return question
 
     async def _open(self) -> None:
-        await self._fleet.open()
-        described = await gather([member.replica.describe() for member in self._fleet.members])
+        await self._replicas.open()
+        described = await gather([state.replica.describe() for state in self._replicas.states])
         self.max_model_len, self._engine_version = min(one.max_model_len for one in described), described[0].version
         self.can_rest = all(one.can_sleep for one in described)
 
-    async def _answer(self, question: Question) -> Generation:
+    async def _answer(self, question: CompletionRequest) -> Generation:
         attempt = 0
         while True:
-            member = await self._choose(question)
+            state = await self._choose(question)
             try:
-                generation = await self._ask(member, question)
+                generation = await self._ask(state, question)
             except (EngineUnavailableError, EngineAnswerError, EngineVersionError) as error:
                 attempt += 1
                 # The answer of one that reports an error, or answers nonsense, may be better the next time.
-                self._fleet.note(member, error, lost=not isinstance(error, EngineAnswerError))
+                self._replicas.note(state, error, lost=not isinstance(error, EngineAnswerError))
                 if attempt >= self.settings.attempts:
                     raise
                 await asyncio.sleep(self.settings.backoff * 2 ** (attempt - 1) * (1 + random.random()))
@@ -217,33 +217,33 @@ class VllmEngine:
             if generation is not None:
                 return generation
 
-    async def _ask(self, member: Member, question: Question) -> Generation | None:
-        version = self._fleet.weights.version
-        answer = await member.ask(question, self.temperature)
+    async def _ask(self, state: ReplicaState, question: CompletionRequest) -> Generation | None:
+        version = self._replicas.weights.version
+        answer = await state.ask(question, self.temperature)
         if answer is None:
             return None
         routes = self.model.num_experts > 0
-        generation = to_generation(question, answer, self.model, version, who=member.replica.name, routes=routes)
+        generation = to_generation(question, answer, self.model, version, who=state.replica.name, routes=routes)
         if generation is not None:
-            self._affinity.remember([*question.prompt, *answer.tokens], member)
+            self._affinity.remember([*question.prompt, *answer.tokens], state)
         return generation
 
-    async def _choose(self, question: Question | None) -> Member:
+    async def _choose(self, question: CompletionRequest | None) -> ReplicaState:
         """The serving replica that knows the prompt's beginning, unless it is much busier than the least busy one.
 
         Raises:
             EngineUnavailableError: none serves, for longer than the pool's patience.
         """
-        serving = await self._fleet.serving()
-        least = min(serving, key=lambda member: len(member.calls))
+        serving = await self._replicas.serving()
+        least = min(serving, key=lambda state: len(state.calls))
         known = self._affinity.find(question.prompt) if question and len(serving) > 1 else None
         if known in serving and len(known.calls) <= len(least.calls) + self.settings.stickiness:
             return known
         return least
 
     async def _on_any(self, work) -> Any:
-        member = await self._choose(None)
-        return await work(member)
+        state = await self._choose(None)
+        return await work(state)
 
     async def _forgetting(self, change: Coroutine[Any, Any, Result]) -> Result:
         """A change after which no replica has stored prefixes."""
@@ -253,7 +253,7 @@ class VllmEngine:
             self._affinity.forget()
 
     async def _close(self) -> None:
-        await self._fleet.close()
+        await self._replicas.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()

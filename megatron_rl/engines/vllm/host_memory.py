@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class LentMemory:
+class ReleasableMemory:
     """Tensors whose memory was given back. They stay as they are, views and all, but must not be touched meanwhile."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class LentMemory:
     def __bool__(self) -> bool:
         return bool(self._sizes)
 
-    def give_back(self, tensors: Iterable[Tensor]) -> None:
+    def release(self, tensors: Iterable[Tensor]) -> None:
         """What is in them is lost. Tensors that share memory may all be named; those given back before are skipped."""
         for storage in (tensor.untyped_storage() for tensor in tensors):
             if size := storage.nbytes():
@@ -28,7 +28,7 @@ class LentMemory:
                 storage.resize_(0)
         release_free_memory()
 
-    def take_again(self) -> None:
+    def restore(self) -> None:
         """Fresh memory for all of them, zero: attention multiplies what it masks, and NaN times zero is NaN."""
         while self._sizes:
             storage, size = self._sizes.pop()

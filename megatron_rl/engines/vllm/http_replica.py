@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2
 
-from megatron_rl.engines.vllm.completion import Answer, Question, decode_array
+from megatron_rl.engines.vllm.completion import Completion, CompletionRequest, decode_array
 from megatron_rl.engines.vllm.options import SLEEP_LEVEL
 from megatron_rl.engines.vllm.replica import Description, Footprint
 from megatron_rl.engines.vllm.server import SERVED_NAME
@@ -45,7 +45,7 @@ class HttpReplica:
         self._client = httpx2.AsyncClient(base_url=url, limits=httpx2.Limits(max_connections=None))
         self._instance: str | None = None
 
-    async def ask(self, question: Question, temperature: float) -> Answer:
+    async def ask(self, question: CompletionRequest, temperature: float) -> Completion:
         """See `Replica`.
 
         Raises:
@@ -59,7 +59,7 @@ class HttpReplica:
         }
         found, choice = await self._complete(body)
         self._check_instance(found)
-        return Answer(
+        return Completion(
             tokens=choice["token_ids"],
             logprobs=choice["logprobs"]["token_logprobs"],
             finish=choice["finish_reason"],

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.engines.vllm.completion import Answer, Question
+from megatron_rl.engines.vllm.completion import Completion, CompletionRequest
 from megatron_rl.engines.vllm.http_replica import differences, held_bytes
 from megatron_rl.engines.vllm.options import SLEEP_LEVEL, VllmOptions, vllm_environment
 from megatron_rl.engines.vllm.replica import Description, Footprint
@@ -32,7 +32,7 @@ from vllm.v1.engine import FinishReason  # noqa: E402
 Command = Callable[[], Any]
 
 
-class EmbeddedReplica:
+class InProcessReplica:
     """One vLLM engine of this process.
 
     Args:
@@ -57,7 +57,7 @@ class EmbeddedReplica:
         self._thread = threading.Thread(target=self._work, name="vllm-engine", daemon=True)
         self._thread.start()
 
-    async def ask(self, question: Question, temperature: float) -> Answer:
+    async def ask(self, question: CompletionRequest, temperature: float) -> Completion:
         """See `Replica`."""
         output = await self._sample(
             question.prompt,
@@ -67,7 +67,7 @@ class EmbeddedReplica:
         )
         found = output.outputs[0]
         logprobs = [entry[token].logprob for entry, token in zip(found.logprobs, found.token_ids, strict=True)]
-        return Answer(list(found.token_ids), logprobs, found.finish_reason, found.routed_experts)
+        return Completion(list(found.token_ids), logprobs, found.finish_reason, found.routed_experts)
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """See `Replica`."""

@@ -2,7 +2,8 @@
 
 vLLM's own "nccl" transfer backend does the work: rank 0 of the trainer joins a group with all workers and broadcasts
 packed tensors; other trainer ranks only take part in the export. Servers are started with
-``VllmOptions(extra={"weight_transfer_config": {"backend": "nccl"}})`` and paused by the caller (`member.Member.drain`).
+``VllmOptions(extra={"weight_transfer_config": {"backend": "nccl"}})`` and paused
+by the caller (`replica_state.ReplicaState.drain`).
 
 This path cannot run on a CPU; tests/vllm/test_nccl.py covers it where there are two GPUs.
 """

@@ -12,7 +12,7 @@ import xxhash
 Place = TypeVar("Place")
 
 
-class Affinity(Generic[Place]):
+class PrefixAffinity(Generic[Place]):
     """Remembers sequences by the hash of their whole blocks; the least recently used are dropped beyond `capacity`.
 
     Args:

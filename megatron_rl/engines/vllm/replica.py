@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron_rl.engines.vllm.completion import Answer, Question
+from megatron_rl.engines.vllm.completion import Completion, CompletionRequest
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Replica(Protocol):
     name: str
     """Address or the like, for errors."""
 
-    async def ask(self, question: Question, temperature: float) -> Answer:
+    async def ask(self, question: CompletionRequest, temperature: float) -> Completion:
         """Sample one continuation, with top-p 1 and no top-k. Cancelling it ends the work for it."""
         ...
 

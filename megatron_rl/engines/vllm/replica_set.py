@@ -3,9 +3,9 @@
 Invariants:
 
 * Weights change, and replicas go to sleep, only while no call is in flight, and one such change at a time.
-* A replica serves only after it proved to hold the fleet's weights, also after it slept, or was lost and came back.
+* A replica serves only after it proved to hold the set's weights, also after it slept, or was lost and came back.
 * An update that no replica can take leaves the version as it was, on every replica that still answers.
-* While the fleet rests, its replicas are asked nothing but whether they sleep; one that was restarted sleeps again.
+* While the set sleeps, its replicas are asked nothing but whether they sleep; one that was restarted sleeps again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy as np
 
 from megatron_rl.engines.publication import check_publication
 from megatron_rl.engines.vllm.replica import Footprint, Replica
-from megatron_rl.engines.vllm.replica_state import Member, Weights
+from megatron_rl.engines.vllm.replica_state import ReplicaState, Weights
 from megatron_rl.errors import EngineError, EngineUnavailableError, EngineVersionError, MegatronRLError
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class PoolSettings:
+class ReplicaSetSettings:
     """Patience and bounds. Times in seconds."""
 
     attempts: int = 4
@@ -50,7 +50,7 @@ class PoolSettings:
     """How many more calls in flight than the least busy replica the one with a stored prefix may have."""
 
 
-class Fleet:
+class ReplicaSet:
     """Replicas that hold the same weights. All its methods run in one event loop.
 
     Args:
@@ -60,9 +60,11 @@ class Fleet:
         seed: of the replicas' sampling streams.
     """
 
-    def __init__(self, replicas: Sequence[Replica], weights: Weights, settings: PoolSettings, seed: int = 0) -> None:
+    def __init__(
+        self, replicas: Sequence[Replica], weights: Weights, settings: ReplicaSetSettings, seed: int = 0
+    ) -> None:
         streams = _streams(seed)
-        self.members = [Member(replica, next(streams)) for replica in replicas]
+        self.states = [ReplicaState(replica, next(streams)) for replica in replicas]
         self.weights, self.settings = weights, settings
         self.resting = False
         """Whether replicas sleep until the next call or update."""
@@ -77,11 +79,11 @@ class Fleet:
         Raises:
             EngineError: one does not come up, or does not take the weights.
         """
-        await gather([self._bring_up(member) for member in self.members])
+        await gather([self._bring_up(state) for state in self.states])
         self._gate.set()
-        self._watchers = [asyncio.create_task(self._watch(member)) for member in self.members]
+        self._watchers = [asyncio.create_task(self._watch(state)) for state in self.states]
 
-    async def serving(self) -> list[Member]:
+    async def serving(self) -> list[ReplicaState]:
         """Those that may be asked now; they are woken if they sleep.
 
         Raises:
@@ -94,7 +96,7 @@ class Fleet:
             if self.resting:
                 await self._wake()
                 continue
-            if found := [member for member in self.members if member.serving]:
+            if found := [state for state in self.states if state.serving]:
                 return found
             self._returned.clear()
             try:
@@ -103,12 +105,12 @@ class Fleet:
                 expected = f"one within {self.settings.patience:g} s"
                 raise EngineUnavailableError("no engine replica serves", found=0, expected=expected) from None
 
-    def note(self, member: Member, error: EngineError, *, lost: bool) -> None:
+    def note(self, state: ReplicaState, error: EngineError, *, lost: bool) -> None:
         """Count a fault. A replica that is `lost` is out until it proves itself."""
         self.faults[type(error).__name__] += 1
         if lost:
-            member.serving = False
-            member.concern.set()
+            state.serving = False
+            state.concern.set()
 
     async def load(self, weights: Weights) -> None:
         """Change the weights of all replicas.
@@ -122,7 +124,7 @@ class Fleet:
             with self._between_calls(resting=False):
                 await self._switch_all(weights)
 
-    async def rest(self) -> Footprint:
+    async def sleep(self) -> Footprint:
         """Send all replicas to sleep once their calls have ended; the next call or update wakes them.
 
         Raises:
@@ -130,44 +132,44 @@ class Fleet:
         """
         async with self._changing:
             with self._between_calls(resting=True):
-                found = await gather([member.rest() for member in self.members])
+                found = await gather([state.sleep() for state in self.states])
         return Footprint(max(one.awake for one in found), max(one.asleep for one in found))
 
     async def reseed(self, seed: int) -> None:
         """Begin sampling streams of another seed on every replica."""
-        for member, stream in zip(self.members, _streams(seed), strict=False):
-            member.seeds = stream
-        await gather([member.reseed() for member in self.members if member.serving or member.asleep])
+        for state, stream in zip(self.states, _streams(seed), strict=False):
+            state.seeds = stream
+        await gather([state.reseed() for state in self.states if state.serving or state.asleep])
 
     async def close(self) -> None:
         """Withdraw calls and let go of the replicas."""
         for task in self._watchers:
             task.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        await gather([member.close() for member in self.members])
+        await gather([state.close() for state in self.states])
 
-    async def _bring_up(self, member: Member) -> None:
+    async def _bring_up(self, state: ReplicaState) -> None:
         """Wait until a replica answers; name its weights, or give it ours if it holds others or sleeps."""
         now = asyncio.get_running_loop().time
         deadline = now() + self.settings.start_timeout
         while True:
             try:
-                member.asleep = await member.replica.sleeps()
+                state.asleep = await state.replica.sleeps()
                 break
             except EngineUnavailableError:
                 if now() > deadline:
                     raise
                 await asyncio.sleep(1.0)
-        if not member.asleep:
+        if not state.asleep:
             with contextlib.suppress(EngineVersionError):
-                await member.prove(self.weights, self.settings.max_k3)
-                await member.replica.set_tag(self.weights.tag)
+                await state.prove(self.weights, self.settings.max_k3)
+                await state.replica.set_tag(self.weights.tag)
                 return
-        await member.switch(self.weights, self.settings.max_k3)
+        await state.switch(self.weights, self.settings.max_k3)
 
     @contextlib.contextmanager
     def _between_calls(self, *, resting: bool) -> Iterator[None]:
-        """No new call is sent meanwhile. Afterwards the fleet rests, or does not, whatever happened."""
+        """No new call is sent meanwhile. Afterwards the replica_set rests, or does not, whatever happened."""
         self._gate.clear()
         try:
             yield
@@ -180,10 +182,10 @@ class Fleet:
         async with self._changing:
             if self.resting:
                 with self._between_calls(resting=False):
-                    await self._try_each(self.members, self.weights, finish=False)
+                    await self._try_each(self.states, self.weights, finish=False)
 
     async def _switch_all(self, weights: Weights) -> None:
-        candidates = [member for member in self.members if member.serving] or self.members
+        candidates = [state for state in self.states if state.serving] or self.states
         errors = await self._try_each(candidates, weights, finish=self.settings.finish_calls)
         if None in errors:
             self.weights = weights
@@ -197,51 +199,53 @@ class Fleet:
             expected=f"version {weights.version}; version {self.weights.version} serves on",
         ) from first  # fmt: skip
 
-    async def _try_each(self, members: list[Member], weights: Weights, *, finish: bool) -> list[BaseException | None]:
-        switches = [member.switch(weights, self.settings.max_k3, finish=finish) for member in members]
+    async def _try_each(
+        self, states: list[ReplicaState], weights: Weights, *, finish: bool
+    ) -> list[BaseException | None]:
+        switches = [state.switch(weights, self.settings.max_k3, finish=finish) for state in states]
         try:
             results = await asyncio.gather(*switches, return_exceptions=True)
         finally:
             # Also where the caller gives up in the middle.
-            for member in members:
-                if not member.serving:
-                    member.concern.set()
+            for state in states:
+                if not state.serving:
+                    state.concern.set()
         for error in results:
             if error is not None and not isinstance(error, MegatronRLError):
                 raise error
         return results
 
-    async def _watch(self, member: Member) -> None:
+    async def _watch(self, state: ReplicaState) -> None:
         """Look at a replica every so often, and bring one back that does not serve."""
         while True:
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
-                await asyncio.wait_for(member.concern.wait(), self.settings.health_every)
-            member.concern.clear()
+                await asyncio.wait_for(state.concern.wait(), self.settings.health_every)
+            state.concern.clear()
             try:
-                await self._look_after(member)
+                await self._look_after(state)
             except MegatronRLError as error:
                 self.faults[type(error).__name__] += 1
-                member.serving = False
+                state.serving = False
                 # Not at once again: whoever is concerned would only hear the same.
                 await asyncio.sleep(self.settings.health_every)
-            if member.serving:
+            if state.serving:
                 self._returned.set()
 
-    async def _look_after(self, member: Member) -> None:
+    async def _look_after(self, state: ReplicaState) -> None:
         # Asked without the lock: a dead server would hold up everybody's update.
         if self.resting:
-            if await member.replica.sleeps():
+            if await state.replica.sleeps():
                 return
-        elif await member.is_as_proven(self.weights) and member.serving:
+        elif await state.is_as_proven(self.weights) and state.serving:
             return
         async with self._changing:
             if self.resting:
-                if not await member.replica.sleeps():
-                    await member.rest()
-            elif not await member.is_as_proven(self.weights):
-                await member.switch(self.weights, self.settings.max_k3)
-            elif not member.serving:
-                await member.prove(self.weights, self.settings.max_k3)
+                if not await state.replica.sleeps():
+                    await state.sleep()
+            elif not await state.is_as_proven(self.weights):
+                await state.switch(self.weights, self.settings.max_k3)
+            elif not state.serving:
+                await state.prove(self.weights, self.settings.max_k3)
 
 
 def _streams(seed: int) -> Iterator[np.random.Generator]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.engines.canary import Canary, require_canary
-from megatron_rl.engines.vllm.completion import Answer, Question
+from megatron_rl.engines.vllm.completion import Completion, CompletionRequest
 from megatron_rl.engines.vllm.replica import Footprint, Replica
 from megatron_rl.errors import EngineVersionError
 
@@ -26,7 +26,7 @@ class Weights:
 
 
 @dataclass(eq=False)
-class Member:
+class ReplicaState:
     """Invariants:
 
     * `serving` implies that `tag` named the replica's weights when last looked, after their proof.
@@ -42,12 +42,12 @@ class Member:
     """An update of its weights began and did not end: it may hold layers of two versions."""
     asleep: bool = False
     """It was sent to sleep: it holds no weights until the next `switch`, even if it was restarted since."""
-    calls: set[asyncio.Task[Answer]] = field(default_factory=set)
+    calls: set[asyncio.Task[Completion]] = field(default_factory=set)
     """In flight."""
     concern: asyncio.Event = field(default_factory=asyncio.Event)
     """Set where somebody should look at it now."""
 
-    async def ask(self, question: Question, temperature: float) -> Answer | None:
+    async def ask(self, question: CompletionRequest, temperature: float) -> Completion | None:
         """None where the call was withdrawn because the weights are about to change."""
         call = asyncio.create_task(self.replica.ask(question, temperature))
         self.calls.add(call)
@@ -97,7 +97,7 @@ class Member:
         self.mixed = False
         await self.prove(weights, max_k3)
 
-    async def rest(self, *, grace: float = 2.0) -> Footprint:
+    async def sleep(self, *, grace: float = 2.0) -> Footprint:
         """Let calls end by themselves, then give the memory back: it serves again after a `switch`.
 
         Raises:

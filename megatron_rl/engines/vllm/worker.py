@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.platforms import current_platform
 
-from megatron_rl.engines.vllm.host_memory import LentMemory, resident_bytes
+from megatron_rl.engines.vllm.host_memory import ReleasableMemory, resident_bytes
 from megatron_rl.engines.vllm.options import TRANSFER_BACKEND
 from megatron_rl.errors import CheckpointError, EngineError, EngineVersionError
 from megatron_rl.hf.reader import SafetensorsReader
@@ -119,7 +119,7 @@ class WorkerExtension:
     gives the memory back. vLLM's workers for a CPU ignore it: there `leave_device` and `return_to_device` do it.
     """
 
-    _lent: LentMemory | None = None
+    _lent: ReleasableMemory | None = None
 
     def device_state(self) -> dict[str, Any]:
         """`held_bytes` (see `replica.Footprint`), and whether memory `can_leave`."""
@@ -132,19 +132,19 @@ class WorkerExtension:
         """After vLLM's own sleep. On a CPU: weights, what kernels packed of them, keys and values are given back."""
         if not current_platform.is_cpu() or self._lent:
             return
-        model, self._lent = self.model_runner.get_model(), LentMemory()
+        model, self._lent = self.model_runner.get_model(), ReleasableMemory()
         for layer in model.modules():
             if hasattr(layer, "cpu_linear"):
                 # Holds a packed copy of the weight; a reload makes a new one.
                 layer.cpu_linear = _asleep
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         caches = [layer.kv_cache for layer in layers if isinstance(getattr(layer, "kv_cache", None), Tensor)]
-        self._lent.give_back([*model.parameters(), *caches])
+        self._lent.release([*model.parameters(), *caches])
 
     def return_to_device(self) -> None:
         """Before vLLM's own waking. On a CPU: memory is there again, and zero."""
         if self._lent:
-            self._lent.take_again()
+            self._lent.restore()
 
     def load_directory(self, path: str) -> float:
         """A whole update in one call, which may be repeated: nothing stays begun if the caller goes away.

@@ -26,7 +26,7 @@ from megatron_rl.hf.conversion.output_files import Plan, PlannedFile
 from megatron_rl.hf.conversion.shards import read_hashes, write_shard
 from megatron_rl.hf.conversion.sources import Source
 from megatron_rl.hf.reader import INDEX_FILE
-from megatron_rl.hf.writer import check_target, export_settings, publish_directory, side_files, write_json
+from megatron_rl.hf.writer import check_target, export_settings, replace_directory, side_files, write_json
 
 Report = Callable[[int, int], None]
 """(bytes that stand, bytes in all) of the whole conversion; called at most a few times a second."""
@@ -245,7 +245,7 @@ def _finish(work: Path, target: Path, plan: Plan, source: Source, hashes: dict[s
     write_manifest(work, make_manifest(plan, source.identity(), hashes, others))
     for path in (*others, work / MANIFEST, work):
         make_durable(path)
-    publish_directory(work, target)
+    replace_directory(work, target)
     for left in target.parent.glob(f".{target.name}.*.partial"):
         shutil.rmtree(left, ignore_errors=True)
 

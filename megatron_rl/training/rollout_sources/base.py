@@ -11,22 +11,22 @@ from typing import Any, Protocol
 from megatron_rl.config import RunConfig
 from megatron_rl.rollouts.schema import ModelFingerprint, RolloutBatch
 from megatron_rl.run_dir.ledger import Ledger
-from megatron_rl.training.actor_critic import Agents
+from megatron_rl.training.actor_critic import ActorCritic
 from megatron_rl.training.stopping import StopRequest
 
 
 @dataclass(frozen=True)
-class Delivery:
+class IterationRollouts:
     """The rollouts of one iteration, the same on every rank."""
 
     batch: RolloutBatch
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class Source(Protocol):
-    """A supply of rollouts. Every method is collective: all ranks call it, in the same order."""
+class RolloutSource(Protocol):
+    """A context of rollouts. Every method is collective: all ranks call it, in the same order."""
 
-    def next(self, iteration: int, version: int) -> Delivery | None:
+    def next_rollouts(self, iteration: int, version: int) -> IterationRollouts | None:
         """The rollouts of this iteration, trained by weights `version`; None: there are no more.
 
         Raises:
@@ -34,19 +34,19 @@ class Source(Protocol):
         """
         ...
 
-    def again(self, batch: RolloutBatch) -> Delivery:
-        """The rollouts that a lost run had trained the next iteration on, in place of `next`.
+    def replay(self, batch: RolloutBatch) -> IterationRollouts:
+        """The rollouts that a lost run had trained the next iteration on, in place of `next_rollouts`.
 
         Args:
             batch: read again from the ledger's entry.
         """
         ...
 
-    def publish(self, agents: Agents, batch: RolloutBatch | None = None) -> None:
-        """Go on with the actor's present weights, which are `agents.version`.
+    def publish(self, models: ActorCritic, batch: RolloutBatch | None = None) -> None:
+        """Go on with the actor's present weights, which are `models.version`.
 
         Args:
-            agents: the live parts.
+            models: the live parts.
             batch: the rollouts just trained on, for a canary; None before the first update.
         """
         ...
@@ -74,7 +74,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Supply:
+class SourceContext:
     """What sources are made of."""
 
     config: RunConfig

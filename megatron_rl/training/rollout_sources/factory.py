@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_rl.training.actor_critic import Agents
-from megatron_rl.training.rollout_sources.base import Source, Supply
+from megatron_rl.training.actor_critic import ActorCritic
+from megatron_rl.training.rollout_sources.base import RolloutSource, SourceContext
 
 if TYPE_CHECKING:
     from megatron_rl.environments.base import Task
 
 
-def make_source(supply: Supply, task: Task | None, agents: Agents) -> Source:
+def make_rollout_source(context: SourceContext, task: Task | None, models: ActorCritic) -> RolloutSource:
     """The source that the configuration asks for, with the present weights published.
 
     Args:
-        supply: configuration and what belongs to it.
+        context: configuration and what belongs to it.
         task: what is played; None where nothing is.
-        agents: the live parts.
+        models: the live parts.
     """
     # Each source is imported where it is used: recorded runs need no engine, and no engine's libraries.
-    if supply.config.rollout.recorded:
-        from megatron_rl.training.rollout_sources.recorded import RecordedSource
+    if context.config.rollout.recorded:
+        from megatron_rl.training.rollout_sources.recorded import RecordedRolloutSource
 
-        return RecordedSource(supply)
-    if supply.config.rollout.has_process:
+        return RecordedRolloutSource(context)
+    if context.config.rollout.has_process:
         from megatron_rl.environments.levels import training_tasks
-        from megatron_rl.training.rollout_sources.streaming import StreamSource
+        from megatron_rl.training.rollout_sources.streaming import StreamingRolloutSource
 
         # The rollout process would refuse the same, later, and with its words in a log.
-        training_tasks(supply.config, task)
-        return StreamSource(supply, agents)
-    from megatron_rl.training.rollout_sources.sync import PlayedSource
+        training_tasks(context.config, task)
+        return StreamingRolloutSource(context, models)
+    from megatron_rl.training.rollout_sources.sync import SyncRolloutSource
 
-    return PlayedSource(supply, task, agents)
+    return SyncRolloutSource(context, task, models)

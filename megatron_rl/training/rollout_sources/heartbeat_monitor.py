@@ -14,7 +14,7 @@ REPORT_SECONDS = 30.0
 _log = logging.getLogger(__name__)
 
 
-class VitalSigns:
+class HeartbeatMonitor:
     """Watches one heartbeat. What counts is that the file changes while we look, by our own clock.
 
     Args:

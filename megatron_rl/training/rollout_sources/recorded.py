@@ -18,50 +18,50 @@ from megatron_rl.errors import RolloutError
 from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.rollouts.store import read_batch, read_manifest, select_rows
 from megatron_rl.run_dir import ledger
-from megatron_rl.training.actor_critic import Agents
-from megatron_rl.training.rollout_sources.base import Delivery, Supply
+from megatron_rl.training.actor_critic import ActorCritic
+from megatron_rl.training.rollout_sources.base import IterationRollouts, SourceContext
 from megatron_rl.training.rollout_sources.validation import validated
 
 _ANY_VERSION = np.iinfo(np.int32).max
 """Versions of another run count from another beginning: none is refused as too new."""
 
 
-class RecordedSource:
+class RecordedRolloutSource:
     """See `Source`. Rollouts end when the records do.
 
     Args:
-        supply: configuration (`rollout.recorded`) and what belongs to it.
+        context: configuration (`rollout.recorded`) and what belongs to it.
 
     Raises:
         RolloutError: the directory holds no recorded rollouts.
     """
 
-    def __init__(self, supply: Supply) -> None:
-        self._supply = supply
-        self._directory = Path(supply.config.rollout.recorded)
+    def __init__(self, context: SourceContext) -> None:
+        self._context = context
+        self._directory = Path(context.config.rollout.recorded)
         self._entries = {entry.iteration: entry for entry in ledger.read_entries(self._directory / ledger.NAME)}
         self._shards = [] if self._entries else _shards(self._directory)
         self._given = 0
         """Trajectories given out so far, where there is no ledger."""
 
-    def next(self, iteration: int, version: int) -> Delivery | None:
+    def next_rollouts(self, iteration: int, version: int) -> IterationRollouts | None:
         """See `Source`."""
         if self._entries:
             entry = self._entries.get(iteration)
             return None if entry is None else self._deliver(ledger.reread(entry, self._directory), version)
-        count = self._supply.config.rollout.episodes
+        count = self._context.config.rollout.episodes
         batch = _slice(self._shards, self._given, self._given + count)
         if batch is None:
             return None
         self._given += len(batch)
         return self._deliver(batch, _ANY_VERSION)
 
-    def again(self, batch: RolloutBatch) -> Delivery:
+    def replay(self, batch: RolloutBatch) -> IterationRollouts:
         """See `Source`: what comes next comes after these."""
-        self._given += self._supply.config.rollout.episodes
-        return Delivery(batch)
+        self._given += self._context.config.rollout.episodes
+        return IterationRollouts(batch)
 
-    def publish(self, agents: Agents, batch: RolloutBatch | None = None) -> None:
+    def publish(self, models: ActorCritic, batch: RolloutBatch | None = None) -> None:
         """See `Source`: nobody plays."""
 
     def evaluate(self, episodes: int, *, final: bool) -> Mapping[str, float]:
@@ -79,10 +79,10 @@ class RecordedSource:
     def close(self, *, complete: bool) -> None:
         """See `Source`."""
 
-    def _deliver(self, batch: RolloutBatch, version: int) -> Delivery:
-        side = self._supply.output / "rollouts"
-        kept, _ = validated(self._supply.config, batch, self._supply.fingerprint, version, side)
-        return Delivery(kept)
+    def _deliver(self, batch: RolloutBatch, version: int) -> IterationRollouts:
+        side = self._context.output / "rollouts"
+        kept, _ = validated(self._context.config, batch, self._context.fingerprint, version, side)
+        return IterationRollouts(kept)
 
 
 def _shards(directory: Path) -> list[tuple[Path, int]]:

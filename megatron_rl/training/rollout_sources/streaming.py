@@ -28,14 +28,14 @@ from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.run_dir import ledger
 from megatron_rl.run_dir.exchange import Exchange, Heartbeat, Progress
 from megatron_rl.run_dir.ledger import Entry
-from megatron_rl.training.actor_critic import Agents
-from megatron_rl.training.rollout_sources.base import Delivery, Supply
-from megatron_rl.training.rollout_sources.heartbeat_monitor import VitalSigns
-from megatron_rl.training.rollout_sources.trajectory_buffer import Row, StreamIndex
+from megatron_rl.training.actor_critic import ActorCritic
+from megatron_rl.training.rollout_sources.base import IterationRollouts, SourceContext
+from megatron_rl.training.rollout_sources.heartbeat_monitor import HeartbeatMonitor
+from megatron_rl.training.rollout_sources.trajectory_buffer import Row, TrajectoryBuffer
 from megatron_rl.training.rollout_sources.validation import validated
-from megatron_rl.training.rollout_sources.worker_process import RolloutChild
+from megatron_rl.training.rollout_sources.worker_process import WorkerProcess
 from megatron_rl.training.stopping import Stopped
-from megatron_rl.training.weights import make_canary, publish
+from megatron_rl.training.weights import make_canary, publish_weights
 
 LOOK_SECONDS = 2.0
 """How long the first rank looks before all ranks agree to look again (and whether to stop)."""
@@ -59,37 +59,37 @@ class _Look:
     """Of the stream; set where the look is not to be repeated."""
 
 
-class StreamSource:
+class StreamingRolloutSource:
     """See `Source`. The run's weights are published when it is made.
 
     Args:
-        supply: configuration and what belongs to it.
-        agents: the live parts.
+        context: configuration and what belongs to it.
+        models: the live parts.
 
     Raises:
         ConfigError: a run that starts afresh finds another one's rollouts.
     """
 
-    def __init__(self, supply: Supply, agents: Agents) -> None:
-        self._supply, self._agents, self._config = supply, agents, supply.config
-        self._exchange = Exchange(supply.output)
+    def __init__(self, context: SourceContext, models: ActorCritic) -> None:
+        self._context, self._agents, self._config = context, models, context.config
+        self._exchange = Exchange(context.output)
         self._first = dist.get_rank() == 0
         self._batch: RolloutBatch | None = None
         self._publications = self._extra = 0
         self._refuse_leftovers()
-        entries = ledger.read_entries(supply.ledger.path)
+        entries = ledger.read_entries(context.ledger.path)
         self._counts = {entry.iteration: sum(len(rows) for _, rows in entry.shards) for entry in entries}
         """Trajectories of each iteration in the ledger."""
         taken = (place for entry in entries for place in entry.rows())
         skip = self._config.rollout.on_bad_record == "quarantine"
-        self._index = StreamIndex(supply.output, self._exchange.stream, taken, skip_damaged=skip)
+        self._index = TrajectoryBuffer(context.output, self._exchange.stream, taken, skip_damaged=skip)
         self._told = set(self._exchange.evaluations())
         self._publish()
         own = self._first and not self._config.rollout.external
-        self._signs = VitalSigns(self._exchange, self._config.rollout)
-        self._child = RolloutChild(self._config, self._exchange) if own else None
+        self._signs = HeartbeatMonitor(self._exchange, self._config.rollout)
+        self._child = WorkerProcess(self._config, self._exchange) if own else None
 
-    def next(self, iteration: int, version: int) -> Delivery | None:
+    def next_rollouts(self, iteration: int, version: int) -> IterationRollouts | None:
         """See `Source`.
 
         Raises:
@@ -112,22 +112,22 @@ class StreamSource:
         told = {"sampling/rounds": float(rounds), "sampling/played": float(len(rows))}
         told = told if algorithm.dynamic_sampling else {}
         waited = {"stream/wait_seconds": time.monotonic() - started}
-        return Delivery(batch, {**metrics, **staleness_metrics(batch, version), **told, **waited})
+        return IterationRollouts(batch, {**metrics, **staleness_metrics(batch, version), **told, **waited})
 
-    def again(self, batch: RolloutBatch) -> Delivery:
+    def replay(self, batch: RolloutBatch) -> IterationRollouts:
         """See `Source`: the index gives them to nobody else."""
         if self._config.rollout.colocated:
             # The engine takes up the present weights on that device all the same.
             self._wait(self._look_for_the_device)
-        return Delivery(batch)
+        return IterationRollouts(batch)
 
-    def publish(self, agents: Agents, batch: RolloutBatch | None = None) -> None:
+    def publish(self, models: ActorCritic, batch: RolloutBatch | None = None) -> None:
         """See `Source`."""
         self._batch, self._publications = batch, 0
         self._publish()
 
     def evaluate(self, episodes: int, *, final: bool) -> Mapping[str, float]:
-        """See `Source`: what the rollout process found earlier comes with a delivery; only the last is waited for."""
+        """See `Source`: what the rollout process found earlier comes with a rollouts; only the last is waited for."""
         version = self._agents.version
         self._signs.expect()
         while final:
@@ -159,7 +159,7 @@ class StreamSource:
                 self._publish_again(found.rejected)
             if found.metrics is not None:
                 return found
-            if self._supply.stop.agreed():
+            if self._context.stop.agreed():
                 raise Stopped
 
     def _ask_for(self, more: int, version: int) -> None:
@@ -179,7 +179,7 @@ class StreamSource:
         canary = None if self._batch is None else make_canary(self._agents, self._batch)
         if self._first:
             self._exchange.forget_rejection(self._agents.version)
-        publish(self._agents, self._exchange.weights, canary=canary)
+        publish_weights(self._agents, self._exchange.weights, canary=canary)
         if self._first:
             self._exchange.write_progress(Progress(self._agents.version, self._room_made))
 
@@ -195,10 +195,10 @@ class StreamSource:
 
     def _read(self, iteration: int, version: int, rows: Sequence[Row]) -> RolloutBatch:
         entry = Entry(iteration, version, tuple((row.file, (row.row,)) for row in rows))
-        _wait_for_files({self._supply.output / row.file for row in rows})
-        batch = ledger.reread(entry, self._supply.output)
+        _wait_for_files({self._context.output / row.file for row in rows})
+        batch = ledger.reread(entry, self._context.output)
         side = self._exchange.stream.parent
-        return validated(self._config, batch, self._supply.fingerprint, version, side)[0]
+        return validated(self._config, batch, self._context.fingerprint, version, side)[0]
 
     def _look_for_rows(self, count: int, version: int) -> _Look | None:
         # Before the scan: what is on disk by then is all of what it counts.

@@ -27,56 +27,56 @@ from megatron_rl.episodes.episode import Repetition
 from megatron_rl.episodes.lockstep import play_episodes
 from megatron_rl.rollouts.schema import RolloutBatch, Trajectory
 from megatron_rl.rollouts.store import write_shard
-from megatron_rl.training.actor_critic import Agents
-from megatron_rl.training.rollout_sources.base import Delivery, Supply
+from megatron_rl.training.actor_critic import ActorCritic
+from megatron_rl.training.rollout_sources.base import IterationRollouts, SourceContext
 from megatron_rl.training.rollout_sources.validation import load_validated
 from megatron_rl.training.stopping import Stopped, StopRequest
-from megatron_rl.training.weights import publish
+from megatron_rl.training.weights import publish_weights
 
 
-class PlayedSource:
+class SyncRolloutSource:
     """On-policy rollouts. See `Source`.
 
     Args:
-        supply: configuration and what belongs to it.
+        context: configuration and what belongs to it.
         task: what is evaluated, and trained on as `levels.training_tasks` says.
-        agents: whose weights play first.
+        models: whose weights play first.
     """
 
-    def __init__(self, supply: Supply, task: Task, agents: Agents) -> None:
-        self._supply, self._task = supply, task
-        config = supply.config
+    def __init__(self, context: SourceContext, task: Task, models: ActorCritic) -> None:
+        self._context, self._task = context, task
+        config = context.config
         self._levels, self._curriculum = training_tasks(config, task), make_curriculum(config)
         self.engine = LocalEngine(
-            publish(agents, supply.output / "weights"),
+            publish_weights(models, context.output / "weights"),
             dtype=platform.dtype(config.rollout.engine_dtype or config.model.dtype),
             temperature=config.rollout.temperature,
-            version=agents.version,
+            version=models.version,
             device=platform.device(),
         )
 
-    def next(self, iteration: int, version: int) -> Delivery | None:
+    def next_rollouts(self, iteration: int, version: int) -> IterationRollouts | None:
         """See `Source`. A resumed run plays the same episodes again."""
-        config, supply = self._supply.config, self._supply
+        config, context = self._context.config, self._context
         # No rank in it: an episode samples the same tokens whichever rank plays it.
         self.engine.reseed(int(np.random.SeedSequence([config.seed, iteration]).generate_state(1)[0]))
         level = self._curriculum.level if self._curriculum else 0
-        where = (config, self.engine, self._levels[level], iteration, supply.output / "rollouts", supply.stop)
+        where = (config, self.engine, self._levels[level], iteration, context.output / "rollouts", context.stop)
         stamp = {LEVEL: level} if self._curriculum else {}
-        batch, _ = load_validated(config, record(*where, stamp=stamp), supply.fingerprint, version)
+        batch, _ = load_validated(config, record(*where, stamp=stamp), context.fingerprint, version)
         played, rounds = config.rollout.episodes, 1
         # Dynamic sampling drops groups of equal rewards when the batch is scored: others are played in their place.
         while rounds < config.algorithm.sampling_rounds and (more := episodes_to_refill(config, batch)):
             directory = record(*where, played=played, more=more, stamp=stamp)
-            batch, _ = load_validated(config, directory, supply.fingerprint, version)
+            batch, _ = load_validated(config, directory, context.fingerprint, version)
             played, rounds = played + more, rounds + 1
         told = {"sampling/rounds": float(rounds), "sampling/played": float(played)}
         told = told if config.algorithm.dynamic_sampling else {}
-        return Delivery(batch, told | self._count(batch))
+        return IterationRollouts(batch, told | self._count(batch))
 
-    def again(self, batch: RolloutBatch) -> Delivery:
+    def replay(self, batch: RolloutBatch) -> IterationRollouts:
         """See `Source`."""
-        return Delivery(batch, self._count(batch))
+        return IterationRollouts(batch, self._count(batch))
 
     def _count(self, batch: RolloutBatch) -> dict[str, float]:
         """Let the curriculum see an iteration's results, the same on every rank and in any layout."""
@@ -86,13 +86,13 @@ class PlayedSource:
         self._curriculum.count(tuple(result) for _, *result in sorted(results, key=lambda result: result[0]))
         return curriculum_metrics(level, self._curriculum.success)
 
-    def publish(self, agents: Agents, batch: RolloutBatch | None = None) -> None:
+    def publish(self, models: ActorCritic, batch: RolloutBatch | None = None) -> None:
         """See `Source`."""
-        self.engine.load(publish(agents, self._supply.output / "weights"), agents.version)
+        self.engine.load(publish_weights(models, self._context.output / "weights"), models.version)
 
     def evaluate(self, episodes: int, *, final: bool) -> Mapping[str, float]:
         """See `Source`."""
-        return {"evaluation/success": evaluate(self._supply.config, self.engine, self._task, episodes)}
+        return {"evaluation/success": evaluate(self._context.config, self.engine, self._task, episodes)}
 
     def state(self) -> dict[str, Any]:
         """See `Source`: episodes are a function of iteration and level."""

@@ -44,7 +44,7 @@ class Row:
     """Greatest one; -1 without any."""
 
 
-class StreamIndex:
+class TrajectoryBuffer:
     """What lies in a directory of shard directories. One rank has it.
 
     Args:

@@ -29,7 +29,7 @@ GRACE_SECONDS = 30.0
 _TAIL = 2000
 
 
-class RolloutChild:
+class WorkerProcess:
     """`megatron-rl rollout` with this run's configuration.
 
     Args:

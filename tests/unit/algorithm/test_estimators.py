@@ -16,7 +16,7 @@ from megatron_rl.algorithm.estimators import (
     set_returns,
     timeline,
 )
-from megatron_rl.algorithm.selection import numbered
+from megatron_rl.algorithm.selection import integer_ids
 from megatron_rl.batching import decision_offsets
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.errors import RolloutError
@@ -121,7 +121,7 @@ def test_set_rewards_share_draws_within_a_group_and_take_the_best_answer() -> No
         [[1]] * 4, [0.0] * 4, ["a", "a", "a", "b"],
         metadata=[{} if a is None else {"answer_rewards": a} for a in answers], vectors=[None, None, [0.0, 1.0], None],
     )  # fmt: skip
-    algorithm, ids = AlgorithmConfig(advantage="vpo", vpo_draws=4096), numbered(batch.group_ids)
+    algorithm, ids = AlgorithmConfig(advantage="vpo", vpo_draws=4096), integer_ids(batch.group_ids)
     found = set_returns(algorithm, batch, ids, torch.ones(4, dtype=torch.bool))
     # w uniform on the simplex of two: E max(w, 1−w) = 3/4, E w = 1/2; 0.6 whatever w.
     assert found.tolist() == pytest.approx([0.75, 0.6, 0.5, 0.5], abs=0.02)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl.algorithm.off_policy import accepted, importance_weights
+from megatron_rl.algorithm.off_policy import accepted_decisions, importance_weights
 from megatron_rl.algorithm.step_losses import loss_weights
 from megatron_rl.config import AlgorithmConfig
 
@@ -93,24 +93,24 @@ REJECTIONS = {
 
 @pytest.mark.parametrize("rule", REJECTIONS)
 def test_rejection_is_the_slow_one(rule: str) -> None:
-    kept = accepted(algorithm(rejection=rule, rejection_max=0.3), ANCHOR, BEHAVIOUR, OFFSETS, KEPT)
+    kept = accepted_decisions(algorithm(rejection=rule, rejection_max=0.3), ANCHOR, BEHAVIOUR, OFFSETS, KEPT)
     expected = [j for span in spans(OFFSETS) for j in REJECTIONS[rule](span)]
     assert kept.nonzero().flatten().tolist() == expected and 0 < len(expected) < int(KEPT.sum())
 
 
 def test_rejection_on_k1_has_two_sides() -> None:
     settings = dict(rejection="token", rejection_estimator="k1", rejection_max=1.0, rejection_min=-0.4)
-    kept = accepted(algorithm(**settings), ANCHOR, BEHAVIOUR, OFFSETS, KEPT)
+    kept = accepted_decisions(algorithm(**settings), ANCHOR, BEHAVIOUR, OFFSETS, KEPT)
     assert kept.tolist() == [bool(k) and -1.0 <= x <= 0.4 for k, x in zip(KEPT, LOG_RATIO, strict=True)]
 
 
 def test_veto_removes_whole_sequences_and_ignores_what_is_gone() -> None:
-    kept = accepted(algorithm(veto=0.3), ANCHOR, BEHAVIOUR, OFFSETS, KEPT)
+    kept = accepted_decisions(algorithm(veto=0.3), ANCHOR, BEHAVIOUR, OFFSETS, KEPT)
     assert kept.nonzero().flatten().tolist() == [0, 1, 2, 5, 6, 8]
     poisoned = torch.where(KEPT, ANCHOR, -torch.inf)
-    assert torch.equal(accepted(algorithm(veto=0.3), poisoned, BEHAVIOUR, OFFSETS, KEPT), kept)
+    assert torch.equal(accepted_decisions(algorithm(veto=0.3), poisoned, BEHAVIOUR, OFFSETS, KEPT), kept)
 
 
 def test_all_rejected_leaves_nothing() -> None:
-    kept = accepted(algorithm(rejection="token", rejection_max=-1.0), ANCHOR, BEHAVIOUR, OFFSETS, KEPT)
+    kept = accepted_decisions(algorithm(rejection="token", rejection_max=-1.0), ANCHOR, BEHAVIOUR, OFFSETS, KEPT)
     assert not kept.any() and not loss_weights("token_mean", OFFSETS, kept, torch.arange(4)).any()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.policy_losses import StepSegments, StepVectors, whole_step_loss
-from megatron_rl.algorithm.step_losses import PolicyTerms, loss_weights
+from megatron_rl.algorithm.step_losses import PolicyStepLoss, loss_weights
 from megatron_rl.config import AlgorithmConfig
 from tests.reference import methods
 
@@ -155,7 +155,7 @@ def test_token_losses_are_the_slow_losses(kind: str) -> None:
     chosen = algorithm(kind, **settings)
     step = Step(chosen, "decision")
     logprobs = step.logprobs.clone().requires_grad_()
-    terms = PolicyTerms(chosen, step.vectors, kl_coef=0.0)
+    terms = PolicyStepLoss(chosen, step.vectors, kl_coef=0.0)
     loss, sums = terms(torch.arange(len(logprobs)), torch.stack((logprobs, torch.zeros_like(logprobs))))
     leaf, responses = step.responses()
     slow = methods.sapo(responses, 1.0, 1.05) if kind == "sapo" else methods.cispo(responses, 0.3)
@@ -170,7 +170,7 @@ def test_micro_batches_add_up_to_the_whole_step() -> None:
     chosen = algorithm("gmpo", **SEQUENCE, entropy_coef=0.1)
     step = Step(chosen, "sequence")
     whole = whole_step_loss(chosen, step.logprobs, step.vectors, step.segments)
-    terms, total = PolicyTerms(chosen, step.vectors, 0.0, whole), sum(COUNTS)
+    terms, total = PolicyStepLoss(chosen, step.vectors, 0.0, whole), sum(COUNTS)
     parts = torch.randperm(total, generator=torch.Generator().manual_seed(1)).split(5)
     logprobs = step.logprobs.clone().requires_grad_()
     readings = torch.stack((logprobs, torch.ones_like(logprobs)))

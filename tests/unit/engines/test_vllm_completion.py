@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.engines.tiny import TinyShape
-from megatron_rl.engines.vllm.completion import Answer, Question, as_question, decode_array, to_generation
+from megatron_rl.engines.vllm.completion import Completion, CompletionRequest, as_request, decode_array, to_generation
 from megatron_rl.errors import EngineAnswerError
 from megatron_rl.hf.config import HFModelConfig, read_hf_config
 
@@ -30,18 +30,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> HFModelConfig:
     return read_hf_config(folder)
 
 
-def good(prompt: int = 5, n: int = 3, limit: int = 8) -> tuple[Question, Answer]:
+def good(prompt: int = 5, n: int = 3, limit: int = 8) -> tuple[CompletionRequest, Completion]:
     """A question and an answer that fits it, in the layout of all decoder layers."""
     rng = np.random.default_rng(prompt * 100 + n)
     routes = rng.random((prompt + n - 1, 4, 8)).argsort(-1)[..., :2].astype(np.uint8)
     routes[:, 1] = 0
     tokens = [1] * (n - 1) + [STOP if n < limit else 1]
     finish = "stop" if n < limit else "length"
-    question = Question(tuple(range(prompt)), limit, (STOP,))
-    return question, Answer(tokens, [-0.5 - i for i in range(n)], finish, routes)
+    question = CompletionRequest(tuple(range(prompt)), limit, (STOP,))
+    return question, Completion(tokens, [-0.5 - i for i in range(n)], finish, routes)
 
 
-def spoiled(**changes: object) -> Answer:
+def spoiled(**changes: object) -> Completion:
     return dataclasses.replace(good()[1], **changes)
 
 
@@ -87,7 +87,7 @@ def test_both_layouts_give_the_same_routes(model: HFModelConfig, prompt: int, n:
         (spoiled(finish="error"), "finish_reason"),
     ],
 )
-def test_misfit_is_refused(model: HFModelConfig, answer: Answer, field: str) -> None:
+def test_misfit_is_refused(model: HFModelConfig, answer: Completion, field: str) -> None:
     with pytest.raises(EngineAnswerError) as raised:
         to_generation(good()[0], answer, model, 0, who="http://a")
     assert raised.value.field == field and "http://a" in str(raised.value)
@@ -99,7 +99,7 @@ def test_interrupted_calls(model: HFModelConfig) -> None:
     assert to_generation(question, cut, model, 0, who="x").interrupted
     whole = dataclasses.replace(answer, finish="abort")
     assert not to_generation(question, whole, model, 0, who="x").interrupted, "the stop token was sampled already"
-    assert to_generation(question, Answer([], [], "abort"), model, 0, who="x") is None
+    assert to_generation(question, Completion([], [], "abort"), model, 0, who="x") is None
 
 
 def test_dense_models_have_no_routes(model: HFModelConfig) -> None:
@@ -120,5 +120,5 @@ def test_arrays_in_json() -> None:
 
 
 def test_numpy_prompts_become_plain_integers() -> None:
-    question = as_question(np.arange(3, dtype=np.int32), np.int64(4), np.array([7, 5]), False)
+    question = as_request(np.arange(3, dtype=np.int32), np.int64(4), np.array([7, 5]), False)
     assert json.dumps(dataclasses.asdict(question)) and question.stop_tokens == (5, 7)

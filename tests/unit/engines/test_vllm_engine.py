@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from megatron_rl.engines import Generation
 from megatron_rl.engines.publication import write_publication
 from megatron_rl.engines.tiny import TinyShape
-from megatron_rl.engines.vllm.completion import Answer, Question
-from megatron_rl.engines.vllm.engine import PoolSettings, VllmEngine
-from megatron_rl.engines.vllm.prefix_affinity import Affinity
+from megatron_rl.engines.vllm.completion import Completion, CompletionRequest
+from megatron_rl.engines.vllm.engine import ReplicaSetSettings, VllmEngine
+from megatron_rl.engines.vllm.prefix_affinity import PrefixAffinity
 from megatron_rl.engines.vllm.replica import Description, Footprint
 from megatron_rl.errors import (
     CheckpointError,
@@ -33,7 +33,7 @@ from megatron_rl.errors import (
 )
 
 VOCAB, VERSIONS = 32, 4
-FAST = PoolSettings(attempts=8, backoff=0.0, patience=5.0, health_every=0.01)
+FAST = ReplicaSetSettings(attempts=8, backoff=0.0, patience=5.0, health_every=0.01)
 
 
 class CountingReplica:
@@ -59,7 +59,7 @@ class CountingReplica:
             raise EngineUnavailableError("down", file=self.name)
         assert not self.asleep, "asked while asleep"
 
-    async def ask(self, question: Question, temperature: float) -> Answer:
+    async def ask(self, question: CompletionRequest, temperature: float) -> Completion:
         self.asked += 1
         await asyncio.sleep(self._random.random() / 1000)
         self._check()
@@ -73,7 +73,7 @@ class CountingReplica:
             await asyncio.sleep(0)
         finish = "length" if len(tokens) == question.max_new_tokens else "abort"
         rows = max(len(question.prompt) + len(tokens) - 1, 0)
-        return Answer(tokens, [-1.0] * len(tokens), finish, np.tile(np.array([0, 1], np.uint8), (rows, 4, 1)))
+        return Completion(tokens, [-1.0] * len(tokens), finish, np.tile(np.array([0, 1], np.uint8), (rows, 4, 1)))
 
     async def score(self, tokens: list[int]) -> list[float]:
         self._check()
@@ -155,7 +155,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-def pool(versions: list[Path], count: int = 2, settings: PoolSettings = FAST) -> tuple[VllmEngine, list]:
+def pool(versions: list[Path], count: int = 2, settings: ReplicaSetSettings = FAST) -> tuple[VllmEngine, list]:
     replicas = [CountingReplica(f"r{i}", versions[0], i) for i in range(count)]
     return VllmEngine(replicas, versions[0], settings=settings), replicas
 
@@ -165,7 +165,7 @@ def pool(versions: list[Path], count: int = 2, settings: PoolSettings = FAST) ->
 def test_a_generation_has_one_version_and_every_call_one_result(versions, seed: int, finish: bool, count: int) -> None:
     rng = random.Random(seed)
     engine, replicas = pool(
-        versions, count, PoolSettings(attempts=50, backoff=0, health_every=0.01, finish_calls=finish)
+        versions, count, ReplicaSetSettings(attempts=50, backoff=0, health_every=0.01, finish_calls=finish)
     )
     wanted = [[rng.randrange(1, 40) for _ in range(5)] for _ in range(8)]
 
@@ -211,7 +211,7 @@ def test_lost_replica_comes_back_only_with_the_right_weights(versions: list[Path
 
 def test_replica_that_was_restarted_unnoticed_is_proven_before_it_serves(versions: list[Path]) -> None:
     """No look at it is due: the answer's foreign process name is all there is."""
-    engine, replicas = pool(versions, 1, PoolSettings(backoff=0.0, patience=5.0, health_every=600.0))
+    engine, replicas = pool(versions, 1, ReplicaSetSettings(backoff=0.0, patience=5.0, health_every=600.0))
     with engine:
         engine.load(versions[2], 2)
         engine._loop.call_soon_threadsafe(replicas[0].restart)
@@ -223,7 +223,7 @@ def test_replica_that_was_restarted_unnoticed_is_proven_before_it_serves(version
 async def _impatient(engine: VllmEngine) -> None:
     object.__setattr__(engine.settings, "patience", 0.05)
     try:
-        await engine._answer(Question((1,), 2, ()))
+        await engine._answer(CompletionRequest((1,), 2, ()))
     finally:
         object.__setattr__(engine.settings, "patience", 5.0)
 
@@ -236,7 +236,7 @@ def test_update_that_none_takes_changes_nothing(versions: list[Path], tmp_path: 
             replica.refused = {versions[2]}
         with pytest.raises(EngineVersionError, match="version 1 serves on"):
             engine.load(versions[2], 2)
-        assert all(member.serving for member in engine._fleet.members), "taken back before the error is raised"
+        assert all(state.serving for state in engine._replicas.states), "taken back before the error is raised"
         assert engine.version == 1 and set(engine.generate([[1]], 4, [])[0].tokens.tolist()) == {1}
         with pytest.raises(EngineVersionError):
             engine.load(versions[3], 2)
@@ -258,10 +258,10 @@ def test_replica_that_fails_alone_is_left_behind_until_it_follows(versions: list
             assert set(engine.generate([[1]], 3, [])[0].tokens.tolist()) == {1}
         replicas[0].refused = set()
         deadline = 200
-        while not engine._fleet.members[0].serving and deadline:
+        while not engine._replicas.states[0].serving and deadline:
             engine._call(asyncio.sleep(0.02))
             deadline -= 1
-        assert replicas[0].held == versions[1] and engine._fleet.members[0].serving
+        assert replicas[0].held == versions[1] and engine._replicas.states[0].serving
 
 
 def test_refusal_is_not_repeated(versions: list[Path]) -> None:
@@ -282,12 +282,12 @@ def test_cancelled_call_ends_its_work(versions: list[Path]) -> None:
 
     async def give_up() -> None:
         call = asyncio.create_task(engine.agenerate([1], 63, []))
-        while not engine._fleet.members[0].calls:
+        while not engine._replicas.states[0].calls:
             await asyncio.sleep(0)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        while engine._fleet.members[0].calls:
+        while engine._replicas.states[0].calls:
             await asyncio.sleep(0.001)
 
     with engine:
@@ -309,7 +309,7 @@ def test_load_is_shared_and_turns_stay_with_their_prefix(versions: list[Path]) -
 
 
 def test_affinity_finds_the_longest_known_beginning() -> None:
-    places: Affinity[str] = Affinity(block=4, capacity=3)
+    places: PrefixAffinity[str] = PrefixAffinity(block=4, capacity=3)
     places.remember([1, 2, 3, 4], "a")
     places.remember([1, 2, 3, 4, 5, 6, 7, 8, 9], "b")
     assert places.find([1, 2, 3, 4, 5, 6, 7, 8, 0, 0]) == "b"

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.engines.publication import write_publication
-from megatron_rl.engines.vllm.engine import PoolSettings, VllmEngine
-from megatron_rl.engines.vllm.host_memory import LentMemory, resident_bytes
+from megatron_rl.engines.vllm.engine import ReplicaSetSettings, VllmEngine
+from megatron_rl.engines.vllm.host_memory import ReleasableMemory, resident_bytes
 from megatron_rl.engines.vllm.options import VllmOptions
 from megatron_rl.errors import CheckpointError, EngineUnavailableError, EngineVersionError
 from tests.unit.engines.test_vllm_engine import FAST, VERSIONS, CountingReplica, pool, versions
@@ -42,7 +42,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_calls_updates_and_rests_in_any_order(versions: list[Path], seed: int, count: int) -> None:
     """A replica fails whoever asks it while it sleeps, loads before it was woken, or is sent to sleep under a call."""
     rng = random.Random(seed)
-    engine, _ = pool(versions, count, PoolSettings(attempts=50, backoff=0, health_every=0.001))
+    engine, _ = pool(versions, count, ReplicaSetSettings(attempts=50, backoff=0, health_every=0.001))
 
     async def episode() -> None:
         for _ in range(6):
@@ -54,7 +54,7 @@ def test_calls_updates_and_rests_in_any_order(versions: list[Path], seed: int, c
         episodes = [asyncio.create_task(episode()) for _ in range(4)]
         for version in range(1, VERSIONS):
             await asyncio.sleep(rng.random() / 100)
-            found = await asyncio.to_thread(engine.rest)
+            found = await asyncio.to_thread(engine.sleep)
             assert found.awake > found.asleep == 10
             await asyncio.sleep(rng.random() / 100)
             await asyncio.to_thread(engine.load, versions[version], version)
@@ -69,17 +69,17 @@ def test_a_call_and_a_score_wake_it_with_the_weights_it_had(versions: list[Path]
     engine, replicas = pool(versions)
     with engine:
         engine.load(versions[1], 1)
-        engine.rest()
+        engine.sleep()
         assert all(replica.asleep for replica in replicas) and engine.version == 1
         assert said(engine) == {1} and not any(replica.asleep for replica in replicas)
-        engine.rest()
+        engine.sleep()
         assert engine.score([1, 2]).tolist() == [0.0, -1.0]
 
 
 def test_an_update_wakes_it_with_the_new_weights_only(versions: list[Path]) -> None:
     engine, (replica,) = pool(versions, 1)
     with engine:
-        engine.rest()
+        engine.sleep()
         replica.refused = {versions[0]}
         engine.load(versions[2], 2)
         assert said(engine) == {2}, "the old version was not loaded on the way"
@@ -92,7 +92,7 @@ def test_a_refused_update_while_asleep_serves_the_old_version(versions: list[Pat
     (tmp_path / "config.json").write_text("[]")
     with engine:
         engine.load(versions[1], 1)
-        engine.rest()
+        engine.sleep()
         with pytest.raises(CheckpointError):
             engine.load(tmp_path, 2)
         assert all(replica.asleep for replica in replicas), "nobody is woken for a damaged directory"
@@ -106,7 +106,7 @@ def test_a_refused_update_while_asleep_serves_the_old_version(versions: list[Pat
 def test_looks_leave_sleepers_alone(versions: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     engine, replicas = pool(versions)
     with engine:
-        engine.rest()
+        engine.sleep()
         start = [replica.looks for replica in replicas]
         for replica in replicas:
             monkeypatch.setattr(replica, "tag", None)
@@ -118,23 +118,23 @@ def test_a_server_restarted_while_asleep_sleeps_again_and_wakes_with_the_right_w
     engine, replicas = pool(versions)
     with engine:
         engine.load(versions[1], 1)
-        engine.rest()
+        engine.sleep()
         engine._loop.call_soon_threadsafe(replicas[0].restart)
         wait_until(lambda: replicas[0].slept == 2)
         assert replicas[0].asleep and said(engine) == {1}
-        engine.rest()
+        engine.sleep()
         replicas[0].up = False
         assert said(engine) == {1}, "the other one serves"
         engine._loop.call_soon_threadsafe(replicas[0].restart)
-        wait_until(lambda: engine._fleet.members[0].serving)
+        wait_until(lambda: engine._replicas.states[0].serving)
         assert replicas[0].held == versions[1]
 
 
 def test_a_server_restarted_unnoticed_is_woken_and_proven(versions: list[Path]) -> None:
-    engine, (replica,) = pool(versions, 1, PoolSettings(backoff=0.0, patience=5.0, health_every=600.0))
+    engine, (replica,) = pool(versions, 1, ReplicaSetSettings(backoff=0.0, patience=5.0, health_every=600.0))
     with engine:
         engine.load(versions[1], 1)
-        engine.rest()
+        engine.sleep()
         engine._loop.call_soon_threadsafe(replica.restart)
         assert said(engine) == {1} and replica.held == versions[1]
 
@@ -144,7 +144,7 @@ def test_a_replica_that_does_not_go_to_sleep_is_an_error_and_not_the_end(version
     with engine:
         replicas[0].up = False
         with pytest.raises(EngineUnavailableError, match="down"):
-            engine.rest()
+            engine.sleep()
         assert said(engine) == {0}
 
 
@@ -161,7 +161,7 @@ def test_a_caller_that_gives_up_while_it_wakes_does_not_leave_it_half_awake(
     versions: list[Path], monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """No look is due: whoever is left half awake must be looked at now."""
-    engine, replicas = pool(versions, 3, PoolSettings(backoff=0.0, patience=5.0, health_every=600.0))
+    engine, replicas = pool(versions, 3, ReplicaSetSettings(backoff=0.0, patience=5.0, health_every=600.0))
     reached, does = threading.Event(), getattr(replicas[1], step)
 
     async def hangs_once(*arguments: Any) -> Any:
@@ -178,10 +178,10 @@ def test_a_caller_that_gives_up_while_it_wakes_does_not_leave_it_half_awake(
         assert set((await engine.agenerate([1], 8, [])).tokens.tolist()) == {0}
 
     with engine:
-        engine.rest()
+        engine.sleep()
         monkeypatch.setattr(replicas[1], step, hangs_once)
         asyncio.run(asyncio.wait_for(give_up(), 20))
-        wait_until(lambda: all(member.serving for member in engine._fleet.members))
+        wait_until(lambda: all(state.serving for state in engine._replicas.states))
 
 
 def test_no_two_streams_are_alike(versions: list[Path]) -> None:
@@ -193,7 +193,7 @@ def test_no_two_streams_are_alike(versions: list[Path]) -> None:
             found += [replica.seeds[-1] for replica in replicas]
             engine.load(versions[1], 1)
             found += [replica.seeds[-1] for replica in replicas]
-            engine.rest()
+            engine.sleep()
             said(engine)
             found += [replica.seeds[-1] for replica in replicas]
             engine._loop.call_soon_threadsafe(replicas[0].restart)
@@ -206,7 +206,7 @@ def test_no_two_streams_are_alike(versions: list[Path]) -> None:
 def test_seeds_reach_sleepers(versions: list[Path]) -> None:
     engine, replicas = pool(versions)
     with engine:
-        engine.rest()
+        engine.sleep()
         engine.reseed(1)
         first = [replica._random.random() for replica in replicas]
         engine.reseed(1)
@@ -217,11 +217,11 @@ def test_lent_memory_leaves_the_process_and_comes_back_zero() -> None:
     small = [torch.full((1000,), float("nan")) for _ in range(64)]
     large = torch.ones(8 << 20)
     view, before = large[5:], resident_bytes()
-    lent = LentMemory()
-    lent.give_back([large, view, *small])
+    lent = ReleasableMemory()
+    lent.release([large, view, *small])
     assert lent and resident_bytes() < before - large.nbytes * 0.9
-    lent.give_back([large])
-    lent.take_again()
+    lent.release([large])
+    lent.restore()
     assert not lent and view.numel() == (8 << 20) - 5 and not view.any() and not any(one.any() for one in small)
     view[0] = 3
     assert large[5] == 3, "still a view"

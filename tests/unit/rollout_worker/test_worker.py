@@ -16,7 +16,7 @@ from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
 from megatron_rl.environments.frozen_lake import lake_vocabulary
 from megatron_rl.environments.levels import training_tasks
 from megatron_rl.environments.tasks import make_task
-from megatron_rl.rollout_worker.worker import RolloutProcess
+from megatron_rl.rollout_worker.worker import RolloutWorker
 from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.rollouts.store import read_batch
 from megatron_rl.run_dir.exchange import Exchange
@@ -53,7 +53,7 @@ def record(config: RunConfig, engine: LocalAsyncEngine, limit: int, killed_when=
     """Play up to the limit, or until a process of which something holds is killed."""
 
     async def run() -> None:
-        process = RolloutProcess(config, task_of(config), engine, limit, alone=True)
+        process = RolloutWorker(config, task_of(config), engine, limit, alone=True)
         playing = asyncio.create_task(process.run())
         while not playing.done() and not (killed_when is not None and killed_when(process)):
             await asyncio.sleep(0.001)
@@ -137,9 +137,9 @@ class Mute(LocalAsyncEngine):
 def test_first_episodes_start_spread_over_the_stagger_time(weights: Path, tmp_path: Path) -> None:
     begun: dict[int, float] = {}
 
-    def all_begun(process: RolloutProcess) -> bool:
-        begun.setdefault(process._feed.begun, time.monotonic())
-        return process._feed.begun == 4
+    def all_begun(process: RolloutWorker) -> bool:
+        begun.setdefault(process._scheduler.begun, time.monotonic())
+        return process._scheduler.begun == 4
 
     record(configured(tmp_path, stagger_seconds=0.8), Mute(LocalEngine(weights)), 4, all_begun)
     assert sorted(begun)[-4:] == [1, 2, 3, 4] and 0.5 < begun[4] - begun[1] < 5

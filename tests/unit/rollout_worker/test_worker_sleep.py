@@ -14,7 +14,7 @@ from megatron_rl.config import load_config
 from megatron_rl.engines.vllm.replica import Description, Footprint
 from megatron_rl.errors import ConfigError, EngineVersionError
 from megatron_rl.rollout_worker import engines as rollout_engines
-from megatron_rl.rollout_worker.worker import RolloutProcess
+from megatron_rl.rollout_worker.worker import RolloutWorker
 from megatron_rl.run_dir.exchange import Exchange, Heartbeat, Progress
 from tests.unit.engines.test_vllm_engine import CountingReplica, versions
 from tests.unit.episodes.counting import HEADER, CountingEngine, counting_environment, specs_of
@@ -72,7 +72,7 @@ class SleepyEngine(CountingEngine):
         self.version = version
         self.told.append(f"serves {version}")
 
-    async def rest(self) -> Footprint:
+    async def sleep(self) -> Footprint:
         assert not self.at_once, "sent to sleep under a call"
         self.asleep = True
         self.told.append(f"rests {self.version}")
@@ -113,7 +113,7 @@ def play(stage: Stage, trainer) -> None:
     ]  # fmt: skip
 
     async def both() -> None:
-        process = RolloutProcess(load_config(None, overrides), ShortTask(), stage.engine)
+        process = RolloutWorker(load_config(None, overrides), ShortTask(), stage.engine)
         playing = asyncio.create_task(process.run())
         try:
             await asyncio.wait_for(trainer(), 60)

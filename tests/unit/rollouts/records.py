@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from megatron_rl.rollouts import ModelFingerprint, RolloutHeader, SamplingTruth, Trajectory, write_shard
-from megatron_rl.rollouts._shard_files import publish
+from megatron_rl.rollouts._shard_files import commit_shard
 
 MODEL = ModelFingerprint("toy_moe", vocab_size=32, num_experts=8, topk=2, moe_layers=(1, 2, 3), tokenizer_hash="abc")
 HEADER = RolloutHeader(MODEL, SamplingTruth(), engine="toy/1")
@@ -74,7 +74,7 @@ def write_tampered(directory: Path, column: str, values: dict[int, Any], count: 
     kind = table.schema.field(column).type
     position = table.schema.get_field_index(column)
     table = table.set_column(position, table.schema.field(column), pa.array(cells, kind))
-    publish(directory, "tampered", table.combine_chunks(), tokens=7 * count, replace=True)
+    commit_shard(directory, "tampered", table.combine_chunks(), tokens=7 * count, replace=True)
     return path
 
 

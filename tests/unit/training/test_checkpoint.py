@@ -1,4 +1,4 @@
-"""Directories of checkpoints without agents: what counts as whole, which one is newest, which are removed."""
+"""Directories of checkpoints without models: what counts as whole, which one is newest, which are removed."""
 
 from __future__ import annotations
 

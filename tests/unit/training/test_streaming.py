@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from megatron_rl.environments.base import EpisodeSpec
 from megatron_rl.errors import RolloutError
-from megatron_rl.rollout_worker.scheduler import Planned, SpecFeed
+from megatron_rl.rollout_worker.scheduler import EpisodeScheduler, ScheduledEpisode
 from megatron_rl.rollout_worker.shard_writer import ShardWriter, recorded_ids
 from megatron_rl.rollouts.schema import ModelFingerprint, RolloutHeader, SamplingTruth, Trajectory
 from megatron_rl.rollouts.store import read_batch, write_shard
-from megatron_rl.training.rollout_sources.trajectory_buffer import Row, StreamIndex, choose
+from megatron_rl.training.rollout_sources.trajectory_buffer import Row, TrajectoryBuffer, choose
 
 HEADER = RolloutHeader(ModelFingerprint("qwen3_moe", 32, 4, 2, (0,), "t"), SamplingTruth(), "test")
 
@@ -72,7 +72,7 @@ def test_a_group_is_as_old_as_its_oldest_token() -> None:
 def test_of_a_group_that_is_too_old_nothing_waits_on(tmp_path: Path) -> None:
     old, late = row(0, 0, group="a", size=2), row(1, 2, group="a", size=2)
     assert pick([old], 1) == ([], [0])
-    index = StreamIndex(tmp_path, tmp_path, (), skip_damaged=False)
+    index = TrajectoryBuffer(tmp_path, tmp_path, (), skip_damaged=False)
     for found in (old, late):
         index.waiting.append(found)
         assert index.take(1, 2, 1, whole_groups=True, drop=True) == []
@@ -80,7 +80,7 @@ def test_of_a_group_that_is_too_old_nothing_waits_on(tmp_path: Path) -> None:
 
 
 def test_groups_that_lack_a_member_for_ever_are_given_up_with_what_comes_late(tmp_path: Path) -> None:
-    index = StreamIndex(tmp_path, tmp_path, (), skip_damaged=False)
+    index = TrajectoryBuffer(tmp_path, tmp_path, (), skip_damaged=False)
     index.waiting = [row(0, 2, group="a", size=2), row(1, 2, group="b", size=2), row(2, 2, group="b", size=2)]
     index.give_up_partial(), index.give_up_partial()
     assert numbers(index.waiting) == [1, 2] and index.expired == 1
@@ -116,13 +116,13 @@ class Feed:
 
     def __init__(self, size: int = 1, recorded: tuple[str, ...] = (), limit: int | None = None, room: int = 0) -> None:
         self.loop = asyncio.new_event_loop()
-        self.feed = SpecFeed([Blocks(size)], lambda block: 0, 4, set(recorded), limit)
+        self.feed = EpisodeScheduler([Blocks(size)], lambda block: 0, 4, set(recorded), limit)
         self.allow(room)
 
     def allow(self, room: int) -> None:
         self.loop.run_until_complete(self.feed.allow(room))
 
-    def take(self) -> Planned | None:
+    def take(self) -> ScheduledEpisode | None:
         return self.loop.run_until_complete(self.feed.take())
 
     def drain(self) -> list[str]:
@@ -168,7 +168,7 @@ def test_staleness_is_bounded_nothing_is_used_twice_and_nothing_locks_up(
     rng = random.Random(seed)
     count, version, taken = 4, 0, 0
     used: set[int] = set()
-    index = StreamIndex(Path(), Path(), (), skip_damaged=False)
+    index = TrajectoryBuffer(Path(), Path(), (), skip_damaged=False)
     flying: deque[tuple[int, Row]] = deque()
     feed = Feed(size=group)
     for step in range(4000):
@@ -222,7 +222,7 @@ def trajectory(name: str, versions: tuple[int, ...] = (0, 0), **metadata) -> Tra
 def test_the_index_finds_new_shards_once_and_leaves_out_what_was_taken(tmp_path: Path) -> None:
     stream = tmp_path / "stream"
     write_shard(stream / "00000", HEADER, [trajectory("a"), trajectory("b", (1, 3), block=7, group_size=2)], name="0")
-    index = StreamIndex(tmp_path, stream, {("stream/00000/0.arrow", 0)}, skip_damaged=False)
+    index = TrajectoryBuffer(tmp_path, stream, {("stream/00000/0.arrow", 0)}, skip_damaged=False)
     index.scan()
     assert index.waiting == [Row("stream/00000/0.arrow", 1, "7/g", 2, 1, 3)]
     write_shard(stream / "00001", HEADER, [trajectory("c")], name="1")
@@ -237,8 +237,8 @@ def test_a_damaged_shard_is_an_error_or_left_out(tmp_path: Path) -> None:
     path = tmp_path / "s" / "0" / "0.arrow"
     path.write_bytes(path.read_bytes()[:-200] + b"x" * 200)
     with pytest.raises(RolloutError, match="0.arrow"):
-        StreamIndex(tmp_path, tmp_path / "s", (), skip_damaged=False).scan()
-    index = StreamIndex(tmp_path, tmp_path / "s", (), skip_damaged=True)
+        TrajectoryBuffer(tmp_path, tmp_path / "s", (), skip_damaged=False).scan()
+    index = TrajectoryBuffer(tmp_path, tmp_path / "s", (), skip_damaged=True)
     index.scan()
     assert index.waiting == [] and (index.found, index.expired) == (1, 1)
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.config import RolloutConfig, load_config
 from megatron_rl.errors import ConfigError, LaunchError
 from megatron_rl.run_dir.exchange import Exchange, Heartbeat, Progress
-from megatron_rl.training.rollout_sources.heartbeat_monitor import VitalSigns
+from megatron_rl.training.rollout_sources.heartbeat_monitor import HeartbeatMonitor
 
 QUICK = RolloutConfig(start_timeout=0.2, heartbeat_timeout=0.2)
 
@@ -20,7 +20,7 @@ def beat(exchange: Exchange, number: int, state: str = "playing", problem: str =
     exchange.write_heartbeat(Heartbeat(number, state, 3, 7, problem))
 
 
-def watch_for(signs: VitalSigns, seconds: float) -> None:
+def watch_for(signs: HeartbeatMonitor, seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         signs.check("something is missing")
@@ -58,7 +58,7 @@ def test_a_torn_message_is_none(tmp_path: Path) -> None:
 
 def test_a_beating_heart_is_alive_for_ever(tmp_path: Path) -> None:
     exchange = Exchange(tmp_path)
-    signs = VitalSigns(exchange, QUICK)
+    signs = HeartbeatMonitor(exchange, QUICK)
     for number in range(40):
         beat(exchange, number)
         signs.check("x")
@@ -67,12 +67,12 @@ def test_a_beating_heart_is_alive_for_ever(tmp_path: Path) -> None:
 
 def test_nobody_who_ever_was_there(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="nothing heard yet"):
-        watch_for(VitalSigns(Exchange(tmp_path), QUICK), 1.0)
+        watch_for(HeartbeatMonitor(Exchange(tmp_path), QUICK), 1.0)
 
 
 def test_a_heart_that_stops_is_told_with_its_last_word(tmp_path: Path) -> None:
     exchange = Exchange(tmp_path)
-    signs = VitalSigns(exchange, QUICK)
+    signs = HeartbeatMonitor(exchange, QUICK)
     beat(exchange, 1, problem="the disk is full")
     with pytest.raises(LaunchError, match=r"7 recorded, the disk is full"):
         watch_for(signs, 1.0)
@@ -80,7 +80,7 @@ def test_a_heart_that_stops_is_told_with_its_last_word(tmp_path: Path) -> None:
 
 def test_a_process_that_starts_has_more_time(tmp_path: Path) -> None:
     exchange = Exchange(tmp_path)
-    signs = VitalSigns(exchange, RolloutConfig(start_timeout=0.6, heartbeat_timeout=0.1))
+    signs = HeartbeatMonitor(exchange, RolloutConfig(start_timeout=0.6, heartbeat_timeout=0.1))
     beat(exchange, 1, state="starting")
     watch_for(signs, 0.4)
     with pytest.raises(LaunchError, match="starting"):
@@ -90,7 +90,7 @@ def test_a_process_that_starts_has_more_time(tmp_path: Path) -> None:
 def test_the_last_word_of_an_earlier_process_is_not_a_sign(tmp_path: Path) -> None:
     exchange = Exchange(tmp_path)
     beat(exchange, 1, state="failed", problem="old")
-    signs = VitalSigns(exchange, QUICK)
+    signs = HeartbeatMonitor(exchange, QUICK)
     signs.check("x")
     beat(exchange, 2, state="failed", problem="new")
     with pytest.raises(LaunchError, match="it failed: new"):
@@ -99,7 +99,7 @@ def test_the_last_word_of_an_earlier_process_is_not_a_sign(tmp_path: Path) -> No
 
 def test_only_finished_is_finished(tmp_path: Path) -> None:
     exchange = Exchange(tmp_path)
-    signs = VitalSigns(exchange, QUICK)
+    signs = HeartbeatMonitor(exchange, QUICK)
     beat(exchange, 1)
     assert not signs.finished
     beat(exchange, 2, state="finished")
