@@ -112,12 +112,9 @@ def task_settings(task: Path) -> dict[str, Any]:
 
 def grouped(recipe: Path) -> bool:
     """Whether the recipe compares responses of one prompt."""
-    from omegaconf import OmegaConf
+    from megatron_rl.config import load_config
 
-    from megatron_rl.config.methods import GROUP_ADVANTAGES
-
-    algorithm = OmegaConf.to_container(OmegaConf.load(recipe)).get("algorithm") or {}
-    return algorithm.get("advantage") in GROUP_ADVANTAGES or algorithm.get("policy_loss") == "drpo"
+    return load_config(recipe).algorithm.needs_groups
 
 
 def resolve(base: Path, recipe: Path | None, overrides: Sequence[str], group: int) -> RunConfig:
@@ -131,7 +128,7 @@ def resolve(base: Path, recipe: Path | None, overrides: Sequence[str], group: in
         settings.insert(0, f"rollout.environment_options.{option}={group}")
     config = load_config([base] if recipe is None else [base, recipe], settings)
     algorithm = config.algorithm
-    steps = max(config.iterations - algorithm.critic_warmup, 1) * algorithm.minibatches * algorithm.actor_epochs
+    steps = max(config.iterations - algorithm.critic_warmup, 1) * algorithm.minibatches * algorithm.epochs
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"decay_steps": steps})})
 
 

@@ -24,7 +24,7 @@ class Controllers:
     """Whether the warm-up ended early."""
 
     def __post_init__(self) -> None:
-        self.kl_coef = self.algorithm.kl_loss_coef or self.algorithm.kl_reward_coef
+        self.kl_coef = self.algorithm.kl.coef if self.algorithm.kl else 0.0
 
     def critic_only(self, iteration: int) -> bool:
         """Whether only the critic learns in this iteration."""
@@ -32,7 +32,8 @@ class Controllers:
 
     def monte_carlo(self, iteration: int) -> bool:
         """Whether the critic learns Monte-Carlo returns in this iteration (value pretraining, VC-PPO 2503.01491)."""
-        return self.algorithm.critic_warmup_patience is not None and self.critic_only(iteration)
+        warmup = self.algorithm.critic.warmup
+        return warmup is not None and warmup.patience is not None and self.critic_only(iteration)
 
     def observe(self, iteration: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Correct everything after an iteration that reported `metrics`; returns what is worth logging."""
@@ -40,18 +41,18 @@ class Controllers:
         if self.monte_carlo(iteration):
             self._watch_critic(metrics.get("critic/explained_variance", 0.0))
             shown["critic/warmed_up"] = float(self.warmed_up)
-        if self.algorithm.needs_reference:
+        if kl := self.algorithm.kl:
             shown["policy/kl_coef"] = self.kl_coef
-            if self.algorithm.kl_target is not None and "policy/kl_to_reference" in metrics:
-                self.kl_coef = adaptive_kl_coefficient(
-                    self.kl_coef, metrics["policy/kl_to_reference"], self.algorithm.kl_target, self.algorithm.kl_gain
-                )
+            if kl.target is not None and "policy/kl_to_reference" in metrics:
+                observed = metrics["policy/kl_to_reference"]
+                self.kl_coef = adaptive_kl_coefficient(self.kl_coef, observed, kl.target, kl.gain)
         return shown
 
     def _watch_critic(self, explained: float) -> None:
         self.explained.append(explained)
-        algorithm = self.algorithm
-        self.warmed_up = stopped_rising(self.explained, algorithm.critic_warmup_patience, algorithm.critic_warmup_gain)
+        warmup = self.algorithm.critic.warmup
+        assert warmup is not None and warmup.patience is not None
+        self.warmed_up = stopped_rising(self.explained, warmup.patience, warmup.gain)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs, as JSON."""
@@ -59,5 +60,6 @@ class Controllers:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. A β_KL that nothing steers is the configuration's, also where it was changed."""
-        self.kl_coef = state["kl_coef"] if self.algorithm.kl_target is not None else self.kl_coef
+        if self.algorithm.kl and self.algorithm.kl.target is not None:
+            self.kl_coef = state["kl_coef"]
         self.explained, self.warmed_up = list(state["explained"]), state["warmed_up"]

@@ -61,10 +61,10 @@ def select(algorithm: AlgorithmConfig, batch: RolloutBatch) -> Selection:
             found=f"{len(rows)} groups of 1",
             expected="at least two responses to a prompt",
             setting="the task's responses per prompt (rollout.environment_options.maps_per_prompt of frozen_lake), or "
-            "algorithm.advantage",
+            "algorithm.estimator",
         )
     metrics = {"sampling/group_size": float(sizes.double().mean())}
-    if algorithm.advantage == "rloo":
+    if algorithm.estimator.leaves_out_alone:
         alone = (sizes < 2).numpy()
         metrics["sampling/alone"] = float(alone.sum())
         rows, groups = rows[~alone], groups[torch.as_tensor(~alone)]

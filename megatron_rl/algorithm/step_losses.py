@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.algorithm.policy_losses import StepVectors, WholeStepLoss, decision_surrogate
+from megatron_rl.algorithm.whole_step import StepVectors, WholeStepLoss, masks
 from megatron_rl.config import AlgorithmConfig
-from megatron_rl.objectives.aggregation import Rule, count, decision_weights, sequence_weights, weighted_sum
+from megatron_rl.methods import AggregationRule, PolicyInputs
+from megatron_rl.objectives.aggregation import count, decision_weights, weighted_sum
 from megatron_rl.objectives.divergence import kl_loss
 from megatron_rl.objectives.policy import sft
 from megatron_rl.objectives.segments import compact
@@ -21,7 +22,7 @@ VALUE_SUMS = ("loss", "value", "clipped", "magnitude")
 
 
 def loss_weights(
-    rule: Rule, offsets: torch.Tensor, kept: torch.Tensor, prompts: torch.Tensor, constant: float | None = None
+    rule: AggregationRule, offsets: torch.Tensor, kept: torch.Tensor, prompts: torch.Tensor
 ) -> torch.Tensor:
     """Loss weight of every decision of one optimizer step (spec §8), from the whole step's counts.
 
@@ -31,7 +32,6 @@ def loss_weights(
         kept: bool [D]: decisions of the step's loss, after removal; all others weigh 0. For a turn critic the first one
             of each turn.
         prompts: int64 [B] prompt number of each trajectory.
-        constant: C of the `constant` rule.
 
     Returns:
         float32 [D].
@@ -40,7 +40,7 @@ def loss_weights(
     counts, sizes = count(lengths, prompts)
     if not counts.decisions:
         return torch.zeros(int(offsets[-1]), device=offsets.device)
-    per_sequence = sequence_weights(rule, lengths, counts, prompt_sizes=sizes, constant=constant)
+    per_sequence = rule.sequence_weights(lengths, counts, sizes)
     return decision_weights(per_sequence, offsets, kept)
 
 
@@ -66,7 +66,8 @@ class PolicyStepLoss:
         divergence = torch.zeros_like(logprobs)
         if self.kl_coef:
             drift = logprobs - self.vectors.behaviour[slots]
-            divergence = kl_loss(logprobs, self.vectors.reference[slots], self.algorithm.kl_estimator, drift)
+            estimator = self.algorithm.reference_kl.estimator
+            divergence = kl_loss(logprobs, self.vectors.reference[slots], estimator, drift)
             terms["kl"] = self.kl_coef * weighted_sum(divergence, weights)
         if self.vectors.likelihood is not None:
             terms["likelihood"] = weighted_sum(sft(logprobs), self.vectors.likelihood[slots])
@@ -84,12 +85,17 @@ class PolicyStepLoss:
         if self.whole is not None:
             values = self.whole.values[slots]
             term = weighted_sum(logprobs, self.whole.coefficients[slots])
-            masks = self.whole.clipped_low[slots], self.whole.clipped_high[slots]
-            return term, values.sum(), values.abs().sum(), masks
-        found = decision_surrogate(self.algorithm, logprobs, self.vectors, slots)
+            clipped = self.whole.clipped_low[slots], self.whole.clipped_high[slots]
+            return term, values.sum(), values.abs().sum(), clipped
+        found = self.algorithm.policy.loss(
+            PolicyInputs(
+                logprobs, self.vectors.anchor[slots], self.vectors.behaviour[slots], self.vectors.advantages[slots],
+                self.algorithm.ratio_cap,
+            )
+        )  # fmt: skip
         omega = None if self.vectors.importance is None else self.vectors.importance[slots]
         term = weighted_sum(found.loss, weights, omega)
-        return term, term, weighted_sum(found.loss.detach().abs(), weights, omega), found[1:]
+        return term, term, weighted_sum(found.loss.detach().abs(), weights, omega), masks(found)
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ class ValueStepLoss:
         slots, values = slots[decision], readings[0][decision]
         weights = self.weights[slots]
         per_decision, clipped = value_loss(
-            values, self.returns[slots], self.old_values[slots], self.algorithm.value_clip
+            values, self.returns[slots], self.old_values[slots], self.algorithm.critic.clip
         )
         loss = weighted_sum(per_decision, weights)
         with torch.no_grad():

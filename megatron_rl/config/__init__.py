@@ -5,9 +5,10 @@ Loaded from YAML with `load_config(path, overrides)`; overrides are dotted (`opt
 imported here.
 """
 
-from megatron_rl.config.algorithm import AlgorithmConfig, OptimizerConfig
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.load import load_config, parse_config
 from megatron_rl.config.model import BatchingConfig, ModelConfig, ParallelConfig, PerformanceConfig, ReplayConfig
+from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.config.rollout import FirstStepCheckConfig, RolloutConfig
 from megatron_rl.config.run import CheckpointConfig, RunConfig
 

@@ -1,236 +1,177 @@
-"""Optimizers and the objective."""
+"""The objective of a run: which methods, and the terms around them. What contradicts is refused here, row by row."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
-from megatron_rl.config.methods import CRITIC_ADVANTAGES, GROUP_ADVANTAGES, METHODS, Method
-from megatron_rl.config.refusals import first_contradiction
-from megatron_rl.config.section import Section
+from megatron_rl.config.terms import (
+    DynamicSamplingConfig,
+    OverlongConfig,
+    RejectionConfig,
+    RouterLossConfig,
+    StaleDecisionsConfig,
+    ValueConfig,
+)
+from megatron_rl.methods import (
+    AdvantageEstimator,
+    AggregationRule,
+    Anchor,
+    ImportanceCorrection,
+    LossKL,
+    PolicyLossMethod,
+    ReferenceKL,
+    RewardKL,
+    SteeredKL,
+    chosen,
+    method_of,
+)
+from megatron_rl.section import Section
 
-Rule = Literal["token_mean", "sequence_mean", "sequence_sum_mean", "prompt_mean", "constant"]
 
-
-class OptimizerConfig(Section):
-    """AdamW with decoupled weight decay and clipping on the global gradient norm."""
-
-    lr: float = Field(1e-6, ge=0)
-    """Largest learning rate, reached after the warm-up."""
-    warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps of linear warm-up from 0."""
-    decay_steps: int = Field(0, ge=0)
-    """Optimizer steps over which the rate falls linearly to `min_lr` after the warm-up; 0: constant."""
-    min_lr: float = Field(0.0, ge=0)
-    """Learning rate after the decay."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """First moment decay."""
-    beta2: float = Field(0.999, ge=0, lt=1)
-    """Second moment decay."""
-    eps: float = Field(1e-8, gt=0)
-    """Added to √v̂."""
-    clip_grad: float = Field(1.0, gt=0)
-    """Largest global gradient norm."""
+def _default(setting: str, name: str) -> Any:
+    """A field's default: the method of this name, with its own defaults."""
+    return Field(default_factory=partial(method_of, setting, name))
 
 
 class AlgorithmConfig(Section):
-    """The objective: advantages, losses, importance correction, anchor, aggregation. Defaults are those of the papers
-    named; null switches a term off."""
+    """The objective: estimator, policy loss, importance correction, anchor, aggregation, and the terms around them.
 
-    advantage: Literal["gae", "turn_gae", "grpo", "dr_grpo", "rloo", "batch_mean", "evpo", "vpo", "none"] = "gae"
-    """Advantage estimator: GAE on decisions or on turns, a group baseline (GRPO, Dr.GRPO, RLOO, VPO's sets of answers),
-    the batch's mean reward (REINFORCE), EVPO's choice between critic and batch mean, or none (DRPO). Only `gae`,
-    `turn_gae` and `evpo` have a critic; the others build none."""
+    A section with a `name` may be written as the name alone: `policy: gspo` is `policy: {name: gspo}`.
+    """
+
+    policy: Annotated[SerializeAsAny[PolicyLossMethod], chosen(PolicyLossMethod)] = _default(
+        "algorithm.policy", "ppo_clip"
+    )
+    """The policy loss and its options."""
+    estimator: Annotated[SerializeAsAny[AdvantageEstimator], chosen(AdvantageEstimator)] = _default(
+        "algorithm.estimator", "gae"
+    )
+    """The advantage estimator and its options. It decides whether there is a critic."""
+    importance: Annotated[SerializeAsAny[ImportanceCorrection], chosen(ImportanceCorrection)] = _default(
+        "algorithm.importance", "none"
+    )
+    """How decisions are weighed for the distance of their sampler from the anchor."""
+    aggregation: Annotated[SerializeAsAny[AggregationRule], chosen(AggregationRule)] | None = None
+    """Loss weight of each decision; null: the policy loss's own rule."""
+    anchor: Annotated[SerializeAsAny[Anchor], chosen(Anchor)] = _default("algorithm.anchor", "ewma")
+    """Proximal policy of the ratio: `ewma`, `recompute` (scored once an iteration) or `behaviour` (the sampler)."""
+    reference_kl: Annotated[SerializeAsAny[ReferenceKL], chosen(ReferenceKL)] = _default(
+        "algorithm.reference_kl", "none"
+    )
+    """KL to a frozen reference policy: `none`, in the `loss`, or taken off the `reward`."""
+    value: ValueConfig | None = None
+    """How the critic learns; null: as `ValueConfig` has it."""
+
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per decision (per turn under `turn_gae`: 0.99 in Turn-PPO)."""
-    lam_actor: float = Field(0.95, ge=0, le=1)
-    """GAE λ of the policy's advantages (0.9 in Turn-PPO)."""
-    lam_alpha: float | None = Field(None, gt=0)
-    """α of the length-adaptive λ = 1 − 1/(αJ), which replaces lam_actor (0.05 in VAPO, 1.5 in SAO); null: off."""
-    lam_critic: float = Field(1.0, ge=0, le=1)
-    """GAE λ of the critic's returns."""
-    whiten: bool = True
-    """Whiten advantages over all policy-loss decisions of the rollout batch."""
-    overlong_buffer: int = Field(0, ge=0)
-    """L_c of the soft overlong penalty, decisions before overlong_length over which it falls to −1 (DAPO); 0: off."""
-    overlong_length: int | None = Field(None, ge=1)
-    """L_max, decisions: of the soft overlong penalty, and of DRPO's length weights."""
-    overlong_filter: bool = False
-    """Keep truncated trajectories out of the policy loss; group statistics and the critic still use them."""
-    dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal, and play others in their place (DAPO)."""
-    dynamic_sampling_rounds: int = Field(3, ge=1)
-    """Most rounds of play an iteration may take to find enough informative groups."""
-    correct_return: float | None = None
-    """Least return of a correct trajectory (DRPO, VAPO's likelihood term); null: `success` in its metadata."""
-    vpo_draws: int = Field(64, ge=1)
-    """Dirichlet draws over which VPO averages the best answer of a set, shared by a prompt's rollouts."""
-
-    policy_loss: Literal[
-        "ppo_clip", "reinforce", "gspo", "gspo_token", "gmpo", "cispo", "sapo", "dis", "turn_ppo", "turn_is",
-        "st_ppo", "s_ppo", "drpo",
-    ] = "ppo_clip"  # fmt: skip
-    """The policy loss. With anchor `ewma` and no importance weights, `ppo_clip` is PPO-EWMA's decoupled loss."""
-    clip_low: float | None = Field(None, gt=0)
-    """ε_l: ratios below 1 − ε_l are clipped; null: the paper's (ppo_clip and turn losses 0.2, GSPO 3e-4, DIS 0.3, CISPO
-    1, that is no bound)."""
-    clip_high: float | None = Field(None, gt=0)
-    """ε_h: ratios above 1 + ε_h are clipped; null: the paper's (ppo_clip and turn losses 0.2, GSPO 4e-4, DIS 5; CISPO
-    names none and must be told)."""
-    dual_clip: float | None = Field(None, gt=1)
-    """c of dual clip for negative advantages (3 in its paper); null: off."""
-    gmpo_log_clip: float = Field(0.4, gt=0)
-    """GMPO's bound on token log-ratios, nats."""
-    sapo_tau_positive: float = Field(1.0, gt=0)
-    """SAPO's τ where the advantage is positive."""
-    sapo_tau_negative: float = Field(1.05, gt=0)
-    """SAPO's τ elsewhere."""
-    turn_is_advantage: Literal["mean", "decision"] = "mean"
-    """Under `turn_is` and `st_ppo`: the turn's mean advantage, or each decision its own."""
-    clipping_bias: Literal["bound", "exact"] = "bound"
-    """‖C‖ of `s_ppo` and `st_ppo`: a bound that needs no second backward pass, or the exact norm, which does."""
-    drpo_tau: float = Field(10.0, gt=0)
-    """DRPO's temperature over incorrect responses."""
-    drpo_lam: float = Field(0.1, gt=0)
-    """DRPO's λ of length weights over correct responses."""
-    drpo_beta: float = Field(1e3, ge=0)
-    """DRPO's penalty factor beyond drpo_delta."""
-    drpo_delta: float = Field(1e-4, ge=0)
-    """KL, nats per token, that DRPO leaves unpunished."""
-    likelihood_coef: float = Field(0.0, ge=0)
-    """Factor of the token-mean −log π of correct trajectories, added to the policy loss (VAPO: 0.1)."""
-
-    value_clip: float | None = Field(None, gt=0)
-    """ε_V of value clipping; null: off."""
-    value_aggregation: Rule | None = None
-    """Loss weight of each value; null: `aggregation`, and under `turn_gae` each sequence equal, each turn in it equal.
-    """
-    critic_freeze_attention: bool = False
-    """Train only the critic's MoE and MLP layers, norms and head (SAO)."""
-
     entropy_coef: float = 0.0
     """β_H of the entropy bonus."""
-    kl_reward_coef: float = Field(0.0, ge=0)
-    """β_KL of KL shaping in the reward; not together with kl_loss_coef."""
-    kl_loss_coef: float = Field(0.0, ge=0)
-    """β_KL of the KL loss to the reference policy."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL loss."""
-    kl_target: float | None = Field(None, gt=0)
-    """KL to the reference, nats per token, towards which β_KL is steered once an iteration; null: β_KL stays."""
-    kl_gain: float = Field(0.1, gt=0, le=1)
-    """Change of β_KL in one iteration per relative distance from kl_target, which counts as at most 20 %."""
+    likelihood_coef: float = Field(0.0, ge=0)
+    """Factor of the token-mean −log π of correct trajectories, added to the policy loss (VAPO: 0.1)."""
+    correct_return: float | None = None
+    """Least return of a correct trajectory (DRPO, VAPO's likelihood term); null: `success` in its metadata."""
+    router_losses: RouterLossConfig = Field(default_factory=RouterLossConfig)
+    """Load-balancing and z-loss."""
 
-    anchor: Literal["recompute", "behaviour", "ewma"] = "ewma"
-    """Proximal policy of the ratio: recomputed once, the behaviour policy itself, or the EWMA of weights."""
-    ewma_decay: float = Field(0.889, ge=0, lt=1)
-    """β of the EWMA; centre of mass β/(1−β) optimizer steps."""
-    ewma_ratio_cap: float = Field(100.0, gt=1)
-    """Largest π_θ/μ̃ of the decoupled EWMA loss."""
-
-    token_is_cap: float | None = Field(None, gt=0)
-    """C of truncated token importance weights ρ = π_anchor/μ; null: off."""
-    sequence_is_cap: float | None = Field(None, gt=0)
-    """C_seq of truncated sequence importance weights Πρ; null: off."""
-    geometric_is_cap: float | None = Field(None, gt=0)
-    """C of the geometric mean of ρ over a sequence as its weight; null: off."""
-    turn_is_cap: float | None = Field(None, gt=0)
-    """C of truncated turn importance weights; null: off."""
-    turn_is_mean: bool = False
-    """Turn importance weights are the geometric mean of ρ over the turn instead of the product."""
-    icepop: tuple[float, float] | None = None
-    """α, β of IcePop: ρ where α ≤ ρ ≤ β, else 0 (0.5, 5); null: off."""
-    is_normalise: bool = False
-    """Divide importance weights by their global mean: over sequences, or weighted over decisions."""
-    rejection: Literal["token", "sequence_mean", "sequence_max"] | None = None
-    """Remove decisions, or sequences by their mean or largest estimate, that are too far from the sampler."""
-    rejection_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """What is compared, of d = −log ρ."""
-    rejection_max: float | None = None
-    """Largest accepted estimate, nats."""
-    rejection_min: float | None = None
-    """Smallest accepted estimate, for k1; null: none."""
+    rejection: RejectionConfig | None = None
+    """Remove what is too far from the sampler; null: off."""
     veto: float | None = Field(None, gt=0, lt=1)
     """Remove sequences with any ρ below this; null: off."""
-    staleness_rule: Literal["keep", "mask", "drop"] = "keep"
-    """What to do with decisions older than max_staleness: keep them, remove them, or remove their sequences."""
-    max_staleness: int | None = Field(None, ge=0)
-    """Weight versions between sampling and training that the staleness rule accepts."""
-
-    aggregation: Rule = "token_mean"
-    """Loss weight of each decision."""
-    aggregation_constant: float | None = Field(None, gt=0)
-    """C of the `constant` rule (Dr.GRPO: sequences of an optimizer step · L_max)."""
-    minibatches: int = Field(1, ge=1)
-    """Optimizer steps a rollout batch is split into, per epoch."""
-    actor_epochs: int = Field(1, ge=1)
-    """M: passes of the actor over a rollout batch."""
-    critic_epochs: int = Field(1, ge=1)
-    """K: passes of the critic over a rollout batch (SAO: 2)."""
-    critic_warmup: int = Field(0, ge=0)
-    """Iterations in which only the critic learns; the most there may be where critic_warmup_patience is set."""
-    critic_warmup_patience: int | None = Field(None, ge=1)
-    """Value pretraining (VC-PPO): returns are Monte-Carlo during the warm-up, which ends once explained variance has
-    not risen for this many iterations; null: a fixed number of iterations with the usual returns."""
-    critic_warmup_gain: float = Field(0.01, ge=0)
-    """Least rise of explained variance that counts."""
-    aux_loss_coef: float = Field(0.0, ge=0)
-    """Load-balancing loss, from expert counts of the whole optimizer step: linear in tokens, the same in every
-    layout."""
-    z_loss_coef: float = Field(0.0, ge=0)
-    """Router z-loss."""
+    stale_decisions: StaleDecisionsConfig | None = None
+    """Remove what old weights sampled; null: keep it."""
+    overlong_penalty: OverlongConfig | None = None
+    """Penalty on the reward of long responses; null: off."""
+    overlong_filter: bool = False
+    """Keep truncated trajectories out of the policy loss; group statistics and the critic still use them."""
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """Drop groups of equal rewards and play others; null: off."""
     missing_boundary: Literal["error", "drop", "zero"] = "error"
     """What to do with truncated trajectories whose boundary is unknown."""
+
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps a rollout batch is split into, per epoch."""
+    epochs: int = Field(1, ge=1)
+    """M: passes of the actor over a rollout batch."""
     information_prompts: int = Field(0, ge=0)
     """Prompts of RAGEN-2's mutual-information diagnostic: its square is the number of extra sequences scored; 0: off.
     """
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> AlgorithmConfig:
-        reason = first_contradiction(self)
-        if reason is not None:
-            raise ValueError(reason)
+        for refusal in REFUSALS:
+            if reason := refusal.reason(self):
+                raise ValueError(reason)
         return self
-
-    @property
-    def method(self) -> Method:
-        """Facts of the policy loss."""
-        return METHODS[self.policy_loss]
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        """ε_l, ε_h: as set, else the paper's; 0.2 where a loss has none."""
-        low, high = self.method.clip or (1.0 if self.policy_loss == "cispo" else 0.2, 0.2)
-        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
 
     @property
     def needs_critic(self) -> bool:
         """Whether a critic is built."""
-        return self.advantage in CRITIC_ADVANTAGES
+        return self.estimator.needs_critic
 
     @property
     def needs_groups(self) -> bool:
         """Whether several responses to a prompt are compared."""
-        return self.advantage in GROUP_ADVANTAGES or self.policy_loss == "drpo" or self.dynamic_sampling
+        return self.estimator.needs_groups or self.policy.clock == "group" or self.dynamic_sampling is not None
 
     @property
     def needs_reference(self) -> bool:
         """Whether log-probs of π_ref are scored."""
-        return self.kl_reward_coef > 0 or self.kl_loss_coef > 0
+        return isinstance(self.reference_kl, SteeredKL)
 
     @property
-    def is_corrected(self) -> bool:
-        """Whether importance weights ω multiply the policy loss."""
-        caps = (self.token_is_cap, self.sequence_is_cap, self.geometric_is_cap, self.turn_is_cap, self.icepop)
-        return any(cap is not None for cap in caps)
+    def needs_correct(self) -> bool:
+        """Whether it matters which trajectories are correct."""
+        return self.policy.clock == "group" or self.likelihood_coef > 0
+
+    @property
+    def critic(self) -> ValueConfig:
+        """`value`, or its defaults."""
+        return self.value or ValueConfig()
+
+    @property
+    def critic_warmup(self) -> int:
+        """Most iterations in which the critic learns alone."""
+        return self.critic.warmup.iterations if self.critic.warmup else 0
+
+    @property
+    def decision_weights(self) -> AggregationRule:
+        """The aggregation rule in force: `aggregation`, or the policy loss's own."""
+        return self.aggregation or aggregation_rule(self.policy.default_aggregation)
+
+    @property
+    def value_weights(self) -> AggregationRule:
+        """The aggregation rule of the critic's loss."""
+        own = aggregation_rule("sequence_mean") if self.estimator.unit == "turn" else self.decision_weights
+        return self.critic.aggregation or own
+
+    @property
+    def kl_loss(self) -> LossKL | None:
+        """KL as a loss, where it is one."""
+        return self.reference_kl if isinstance(self.reference_kl, LossKL) else None
+
+    @property
+    def kl_reward(self) -> RewardKL | None:
+        """KL in the reward, where it is there."""
+        return self.reference_kl if isinstance(self.reference_kl, RewardKL) else None
+
+    @property
+    def kl(self) -> SteeredKL | None:
+        """KL to the reference policy, in either place."""
+        return self.reference_kl if isinstance(self.reference_kl, SteeredKL) else None
 
     @property
     def is_decoupled(self) -> bool:
-        """Whether the policy loss is PPO-EWMA's."""
-        return self.anchor == "ewma" and not self.is_corrected
+        """Whether the policy loss is in the decoupled form of PPO-EWMA."""
+        return self.anchor.name == "ewma" and not self.importance.corrects
+
+    @property
+    def ratio_cap(self) -> float | None:
+        """Cap of the decoupled loss; None where the loss is not in that form."""
+        return getattr(self.anchor, "ratio_cap", None) if self.is_decoupled else None
 
     @property
     def removes_by_ratio(self) -> bool:
@@ -240,9 +181,101 @@ class AlgorithmConfig(Section):
     @property
     def removes(self) -> bool:
         """Whether decisions in play can be taken out of the policy loss."""
-        return self.removes_by_ratio or self.overlong_filter or self.staleness_rule != "keep"
+        return self.removes_by_ratio or self.overlong_filter or self.stale_decisions is not None
 
     @property
     def sampling_rounds(self) -> int:
         """Most rounds of play an iteration may take."""
-        return self.dynamic_sampling_rounds if self.dynamic_sampling else 1
+        return self.dynamic_sampling.rounds if self.dynamic_sampling else 1
+
+
+def aggregation_rule(name: str) -> AggregationRule:
+    """The aggregation rule of this name, with its defaults."""
+    rule = method_of("algorithm.aggregation", name)
+    assert isinstance(rule, AggregationRule)
+    return rule
+
+
+class Refusal(NamedTuple):
+    """A contradiction between sections."""
+
+    holds: Callable[[AlgorithmConfig], object]
+    why: Callable[[AlgorithmConfig], str]
+    """Why, and which setting to change."""
+
+    def reason(self, algorithm: AlgorithmConfig) -> str | None:
+        """`why`, or None where there is no contradiction."""
+        return self.why(algorithm) if self.holds(algorithm) else None
+
+
+def _suited(a: AlgorithmConfig) -> str:
+    """Estimators that suit the policy loss, in words."""
+    return " or ".join(name for name, kind in AdvantageEstimator.table.items() if kind.unit in a.policy.advantages)
+
+
+REFUSALS = (
+    Refusal(
+        lambda a: a.value is not None and not a.needs_critic,
+        lambda a: (
+            f"estimator '{a.estimator.name}' has no critic, and value sets one up: set value to null, or estimator to "
+            "gae, turn_gae or evpo"
+        ),
+    ),
+    Refusal(
+        lambda a: a.estimator.unit not in a.policy.advantages,
+        lambda a: (
+            f"estimator '{a.estimator.name}' gives one advantage a {a.estimator.unit}, policy '{a.policy.name}' takes "
+            f"one a {' or '.join(sorted(a.policy.advantages))}: set estimator to {_suited(a)}, or another policy"
+        ),
+    ),
+    Refusal(
+        lambda a: not a.estimator.reads_rewards and (a.kl_reward or a.overlong_penalty),
+        lambda a: (
+            f"reference_kl 'reward' and overlong_penalty shape the reward, which estimator '{a.estimator.name}' does "
+            "not read: set reference_kl to none or loss, and overlong_penalty to null"
+        ),
+    ),
+    Refusal(
+        lambda a: a.dynamic_sampling and a.needs_critic,
+        lambda a: (
+            "dynamic_sampling drops groups that teach a group baseline nothing; a critic learns from them too: set "
+            "dynamic_sampling to null, or estimator to a group baseline"
+        ),
+    ),
+    Refusal(
+        lambda a: a.anchor.name not in a.policy.anchors,
+        lambda a: (
+            f"policy '{a.policy.name}' has no use for anchor '{a.anchor.name}': set anchor to "
+            + " or ".join(sorted(a.policy.anchors))
+        ),
+    ),
+    Refusal(
+        lambda a: a.is_decoupled and not a.policy.decoupled,
+        lambda a: (
+            f"anchor 'ewma' is not the sampler, and policy '{a.policy.name}' has no decoupled form: set anchor to "
+            "recompute, or importance to token or sequence"
+        ),
+    ),
+    Refusal(
+        lambda a: a.importance.corrects and not a.policy.importance,
+        lambda a: f"policy '{a.policy.name}' takes no importance weights of an anchor: set importance to none",
+    ),
+    Refusal(
+        lambda a: (a.importance.corrects or a.removes_by_ratio) and a.anchor.name == "behaviour",
+        lambda a: (
+            "with anchor 'behaviour' ρ = π_anchor/μ is 1, there is nothing to correct or reject: set importance to "
+            "none, rejection and veto to null, or anchor to recompute"
+        ),
+    ),
+    Refusal(
+        lambda a: a.policy.aggregations is not None and a.decision_weights.name not in a.policy.aggregations,
+        lambda a: (
+            f"policy '{a.policy.name}' has one loss a {a.policy.clock}, which aggregation "
+            f"'{a.decision_weights.name}' would count otherwise: set aggregation to "
+            + " or ".join(sorted(a.policy.aggregations or ()))
+        ),
+    ),
+    Refusal(lambda a: a.policy.contradiction(a), lambda a: str(a.policy.contradiction(a))),
+    Refusal(lambda a: a.estimator.contradiction(a), lambda a: str(a.estimator.contradiction(a))),
+)
+"""What nested sections cannot rule out: rows in the order in which they are looked at."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_rl.config.section import Section
+from megatron_rl.section import Section
 
 
 class ModelConfig(Section):

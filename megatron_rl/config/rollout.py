@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rl.config.section import Section
+from megatron_rl.section import Section
 
 
 class RepetitionConfig(Section):
@@ -77,7 +77,7 @@ class RolloutConfig(Section):
     max_staleness: int = Field(1, ge=0)
     """Versions between the weights that sampled a trajectory's oldest token and those it trains; for mode `async`."""
     stragglers: Literal["drop", "deliver"] = "drop"
-    """Trajectories that took longer than `max_staleness` allows: left out, or left to `algorithm.staleness_rule`."""
+    """Trajectories that took longer than `max_staleness` allows: left out, or left to `algorithm.stale_decisions`."""
     complete_groups: bool = True
     """An iteration takes whole groups only; false: the next finished trajectories, whoever they are (SAO)."""
     concurrency: int = Field(64, ge=1)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import Field, model_validator
 
-from megatron_rl.config.algorithm import AlgorithmConfig, OptimizerConfig
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.model import BatchingConfig, ModelConfig, ParallelConfig, PerformanceConfig, ReplayConfig
-from megatron_rl.config.refusals import single_responses
+from megatron_rl.config.optimizer import OptimizerConfig
 from megatron_rl.config.rollout import FirstStepCheckConfig, RolloutConfig
-from megatron_rl.config.section import Section
+from megatron_rl.section import Section
 
 
 class CheckpointConfig(Section):
@@ -74,7 +77,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> RunConfig:
-        fast, ewma = self.performance, self.algorithm.anchor == "ewma"
+        fast, ewma = self.performance, self.algorithm.anchor.name == "ewma"
         refused = {
             "performance.fp8": fast.fp8,
             "performance.moe_dispatcher=flex": self.replay.enabled and fast.moe_dispatcher == "flex",
@@ -84,7 +87,7 @@ class RunConfig(Section):
             "performance.optimizer_cpu_offload": ewma and fast.optimizer_cpu_offload,
         }
         for options in self.rollout.training_options:
-            if reason := single_responses(self.algorithm, options):
+            if reason := _single_responses(self.algorithm, options):
                 raise ValueError(reason)
         bad = [name for name, on in refused.items() if on]
         if bad:
@@ -92,3 +95,19 @@ class RunConfig(Section):
                 f"{', '.join(bad)} would break route replay or the anchor swap: turn off, or turn those off"
             )
         return self
+
+
+RESPONSES = ("maps_per_prompt", "responses_per_prompt")
+"""Options by which the tasks of this package say how many responses a prompt gets."""
+
+
+def _single_responses(algorithm: AlgorithmConfig, options: Mapping[str, Any]) -> str | None:
+    """Why the task's options do not suit a group method, or None. Where they do not tell, the first batch does."""
+    told = next((name for name in RESPONSES if options.get(name) == 1), None)
+    if told is None or not algorithm.needs_groups:
+        return None
+    return (
+        f"algorithm.estimator '{algorithm.estimator.name}' compares responses to one prompt, and {told} is 1: set "
+        f"rollout.environment_options.{told} to at least 2 (also where a level of rollout.curriculum changes it), or "
+        "algorithm.estimator to gae or batch_mean"
+    )

@@ -180,7 +180,7 @@ def role_memory(config: RunConfig, world: int, shape: HFModelConfig) -> RoleMemo
     layout = config.parallel
     dense, expert = max(_stage_parameters(layout, shape), key=sum)
     half = config.model.dtype == "bfloat16"
-    ewma = config.algorithm.anchor == "ewma" and shape.head == "lm"
+    ewma = config.algorithm.anchor.name == "ewma" and shape.head == "lm"
     holders = world // layout.pipeline
     shards = (holders // layout.tensor, holders // (layout.expert * layout.expert_tensor))
     if not layout.distributed_optimizer:

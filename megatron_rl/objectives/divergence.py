@@ -30,7 +30,7 @@ def estimate(difference: Tensor, estimator: str) -> Tensor:
     if estimator == "k3":
         return torch.expm1((-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + difference
     raise ConfigError(
-        "unknown KL estimator", found=estimator, expected="k1, k2 or k3", setting="algorithm.kl_estimator"
+        "unknown KL estimator", found=estimator, expected="k1, k2 or k3", setting="algorithm.reference_kl.estimator"
     )
 
 
@@ -51,7 +51,9 @@ def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, estimator: str, log_ra
     check_same_shape(logprobs=logprobs, reference_logprobs=reference_logprobs)
     if log_ratio is None:
         if estimator != "k2":
-            raise ConfigError(f"{estimator} in a loss needs the ratio to the sampler", setting="algorithm.kl_estimator")
+            raise ConfigError(
+                f"{estimator} in a loss needs the ratio to the sampler", setting="algorithm.reference_kl.estimator"
+            )
         return estimate(widen(logprobs) - widen(reference_logprobs.detach()), estimator)
     check_same_shape(logprobs=logprobs, log_ratio=log_ratio)
     ratio = bounded_exp(log_ratio.detach() if estimator == "k2" else log_ratio)
@@ -93,7 +95,7 @@ def adaptive_kl_coefficient(coefficient: float, observed_kl: float, target: floa
     if coefficient < 0 or target <= 0 or not 0 < gain <= 1:
         raise ConfigError(
             "adaptive KL", found=f"β {coefficient}, target {target}, gain {gain}",
-            expected="β >= 0, target > 0, gain in (0, 1]", setting="algorithm.kl_target, algorithm.kl_gain",
+            expected="β >= 0, target > 0, gain in (0, 1]", setting="algorithm.reference_kl.target, .gain",
         )  # fmt: skip
     error = min(max(observed_kl / target - 1, -0.2), 0.2) if math.isfinite(observed_kl) else 0.2
     return coefficient * (1 + gain * error)

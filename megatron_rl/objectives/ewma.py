@@ -33,7 +33,7 @@ def ewma_update(z: float, decay: float, average: Sequence[Tensor], weights: Sequ
         ValueError: the lists differ in length.
     """
     if not 0 <= decay < 1:
-        raise ConfigError("EWMA decay out of range", found=decay, expected="[0, 1)", setting="algorithm.ewma_decay")
+        raise ConfigError("EWMA decay out of range", found=decay, expected="[0, 1)", setting="algorithm.anchor.decay")
     z = decay * z + 1
     for mean, weight in zip(average, weights, strict=True):
         mean.lerp_(weight.to(mean.dtype), 1 / z)

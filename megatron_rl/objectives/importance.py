@@ -126,7 +126,7 @@ def keep_by_staleness(
     if rule in ("mask", "keep"):
         return fresh if rule == "mask" else torch.ones_like(fresh)
     raise ConfigError(
-        "unknown staleness rule", found=rule, expected="drop, mask or keep", setting="algorithm.staleness"
+        "unknown staleness rule", found=rule, expected="drop, mask or keep", setting="algorithm.stale_decisions.rule"
     )
 
 

@@ -15,6 +15,7 @@ from megatron_rl.backend.weights import import_hf
 from megatron_rl.batching import CostModel
 from megatron_rl.config import OptimizerConfig, RunConfig
 from megatron_rl.hf.config import HFModelConfig, read_hf_config
+from megatron_rl.methods.anchors import EWMAAnchor
 
 
 @dataclass
@@ -85,7 +86,7 @@ def build_actor_critic(config: RunConfig, topology: Topology) -> ActorCritic:
         topology=topology,
         actor=actor,
         critic=critic,
-        anchor=Anchor(actor, algorithm.ewma_decay) if algorithm.anchor == "ewma" else None,
+        anchor=Anchor(actor, algorithm.anchor.decay) if isinstance(algorithm.anchor, EWMAAnchor) else None,
         reference=Reference(actor) if algorithm.needs_reference else None,
     )
 

@@ -35,9 +35,9 @@ def planned_steps(models: ActorCritic, scored: ScoredBatch, iteration: int) -> l
     """The optimizer steps of an iteration, in order: none of a critic that there is not, none of the actor while the
     critic warms up alone."""
     algorithm = models.config.algorithm
-    steps = _epochs(models, scored, iteration, "critic", algorithm.critic_epochs) if models.critic is not None else []
+    steps = _epochs(models, scored, iteration, "critic", algorithm.critic.epochs) if models.critic is not None else []
     if not models.controllers.critic_only(iteration):
-        steps += _epochs(models, scored, iteration, "actor", algorithm.actor_epochs)
+        steps += _epochs(models, scored, iteration, "actor", algorithm.epochs)
     return steps
 
 
@@ -91,7 +91,7 @@ def _epochs(models: ActorCritic, scored: ScoredBatch, iteration: int, model: str
 def _minibatches(models: ActorCritic, scored: ScoredBatch, iteration: int, epoch: int) -> list[np.ndarray]:
     """Rows of each optimizer step; whole groups where the loss joins the responses of a group."""
     count, seed = models.config.algorithm.minibatches, models.config.seed + iteration
-    if models.config.algorithm.method.clock == "group":
+    if models.config.algorithm.policy.clock == "group":
         names = np.asarray(scored.batch.group_ids)[scored.rows]
         groups = np.unique(names).tolist()
         parts = split_minibatches(len(groups), count, seed, epoch, groups)

@@ -3,19 +3,12 @@ returns."""
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import numpy as np
 import torch
 
-from megatron_rl.algorithm.estimators import (
-    Estimate,
-    Timeline,
-    correct_rows,
-    estimate,
-    place_all_rewards,
-    timeline,
-)
 from megatron_rl.algorithm.metrics import (
     batch_metrics,
     mismatch_metrics,
@@ -25,6 +18,7 @@ from megatron_rl.algorithm.metrics import (
 )
 from megatron_rl.algorithm.off_policy import accepted_decisions
 from megatron_rl.algorithm.selection import integer_ids, select, total_rewards
+from megatron_rl.algorithm.timeline import correct_rows, place_all_rewards, timeline
 from megatron_rl.backend import platform
 from megatron_rl.batching import (
     TokenStream,
@@ -32,6 +26,7 @@ from megatron_rl.batching import (
 )
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.errors import RolloutError
+from megatron_rl.methods import Estimate, EstimatorInputs, Timeline
 from megatron_rl.objectives.advantages import whiten
 from megatron_rl.objectives.importance import keep_by_staleness
 from megatron_rl.objectives.rewards import overlong_filter, shape_with_kl, successor_values
@@ -60,7 +55,7 @@ def score_batch(models: ActorCritic, batch: RolloutBatch, *, monte_carlo: bool =
     behaviour = _tensor(np.asarray(batch.logprobs)[mask], torch.float32)
     versions = _tensor(np.asarray(batch.version)[mask], torch.int64)
     values, bootstrap, load = _values(models, critic, batch, rows, len(behaviour))
-    anchor = policy_logprobs(models, actor, batch, rows) if algorithm.anchor == "recompute" else None
+    anchor = policy_logprobs(models, actor, batch, rows) if algorithm.anchor.name == "recompute" else None
     reference = _reference(models, actor, batch, rows)
     _check_all_finite(batch, offsets, {"critic values": values, "anchor log-probs": anchor,
                                        "reference log-probs": reference})  # fmt: skip
@@ -69,7 +64,7 @@ def score_batch(models: ActorCritic, batch: RolloutBatch, *, monte_carlo: bool =
     kept = _policy_decisions(models, batch, times, played, versions, anchor, behaviour)
     value_kept = _value_decisions(algorithm, batch, times, played)
     advantages = estimated.advantages
-    if algorithm.whiten and kept.any():
+    if algorithm.estimator.whiten and kept.any():
         whitened = torch.zeros_like(advantages)
         whitened[kept] = whiten(advantages[kept])
         advantages = whitened
@@ -79,7 +74,6 @@ def score_batch(models: ActorCritic, batch: RolloutBatch, *, monte_carlo: bool =
     metrics |= _divergences(anchor, reference, behaviour, kept)
     if algorithm.needs_critic:
         metrics |= prompt_mean_baseline(batch, rows)
-    needs_correct = algorithm.policy_loss == "drpo" or algorithm.likelihood_coef
     return ScoredBatch(
         batch=batch,
         actor=actor,
@@ -91,7 +85,9 @@ def score_batch(models: ActorCritic, batch: RolloutBatch, *, monte_carlo: bool =
         groups=integer_ids(batch.group_ids).to(offsets.device),
         kept=kept,
         value_kept=value_kept,
-        correct=correct_rows(algorithm, batch, _tensor(total_rewards(batch), torch.float64)) if needs_correct else None,
+        correct=correct_rows(algorithm, batch, _tensor(total_rewards(batch), torch.float64))
+        if algorithm.needs_correct
+        else None,
         behaviour=behaviour,
         versions=versions,
         anchor=anchor,
@@ -122,18 +118,19 @@ def _estimate(
     """Rewards placed and shaped, then advantages and returns."""
     algorithm, (values, bootstrap) = models.config.algorithm, critic
     rewards = place_all_rewards(algorithm, batch, times)
-    if algorithm.kl_reward_coef:
+    if algorithm.kl_reward:
         rewards = shape_with_kl(rewards, behaviour, reference, models.controllers.kl_coef)
+    inputs = EstimatorInputs(batch, times, rewards.double(), played, algorithm.gamma, monte_carlo=monte_carlo)
     if values is None:
-        return estimate(algorithm, batch, times, rewards.double(), played)
+        return algorithm.estimator.estimate(inputs)
     successor, _ = successor_values(
         _tensor(batch.truncated, torch.bool),
         _tensor(batch.boundary_known, torch.bool),
         bootstrap.double(),
         "zero" if algorithm.missing_boundary == "zero" else "error",
     )
-    return estimate(
-        algorithm, batch, times, rewards.double(), played, values.double(), successor.double(), monte_carlo=monte_carlo
+    return algorithm.estimator.estimate(
+        dataclasses.replace(inputs, values=values.double(), bootstrap=successor.double())
     )
 
 
@@ -142,9 +139,9 @@ def _policy_decisions(
 ) -> torch.Tensor:
     """bool [D]: of the decisions in play, those that overlong filter, staleness and a known anchor leave."""
     algorithm, offsets = models.config.algorithm, times.offsets
-    kept = played & keep_by_staleness(
-        versions, models.version, algorithm.max_staleness or 0, offsets, algorithm.staleness_rule
-    )
+    kept = played
+    if stale := algorithm.stale_decisions:
+        kept = kept & keep_by_staleness(versions, models.version, stale.max_versions, offsets, stale.rule)
     if algorithm.overlong_filter:
         kept = kept & repeat(_overlong(batch)[0], offsets)
     return kept if anchor is None else accepted_decisions(algorithm, anchor, behaviour, offsets, kept)
@@ -153,7 +150,7 @@ def _policy_decisions(
 def _value_decisions(algorithm: AlgorithmConfig, batch: RolloutBatch, times: Timeline, played: torch.Tensor):
     """bool [D]: decisions the critic learns from. What the overlong filter takes from the policy stays, if its
     successor value is known."""
-    if algorithm.advantage == "turn_gae":
+    if algorithm.estimator.unit == "turn":
         played = played & times.turn_starts
     return played & repeat(_overlong(batch)[1], times.offsets) if algorithm.overlong_filter else played
 

@@ -30,11 +30,11 @@ def throughput_metrics(
     """
     tokens = scored.metrics.get("rollout/tokens", 0.0)
     world, algorithm = dist.get_world_size(), config.algorithm
-    passes = {"actor": algorithm.actor_epochs, "critic": algorithm.critic_epochs}
+    passes = {"actor": algorithm.epochs, "critic": algorithm.critic.epochs}
     update_seconds = sum(seconds.get(name, 0.0) for name in passes)
     if not update_seconds:
         return {}
-    scoring = 2 * ((algorithm.anchor == "ewma") + algorithm.method.needs_whole_step)
+    scoring = 2 * ((algorithm.anchor.name == "ewma") + algorithm.policy.needs_whole_step)
     flops = (
         active_parameters(models.actor.model.hf)
         * tokens

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from megatron_rl.algorithm.metrics import mismatch_metrics
 from megatron_rl.algorithm.off_policy import accepted_decisions, importance_weights, removal_metrics
-from megatron_rl.algorithm.policy_losses import StepSegments, StepVectors, WholeStepLoss, whole_step_loss
 from megatron_rl.algorithm.step_losses import (
     POLICY_SUMS,
     VALUE_SUMS,
@@ -19,6 +18,7 @@ from megatron_rl.algorithm.step_losses import (
     ValueStepLoss,
     loss_weights,
 )
+from megatron_rl.algorithm.whole_step import StepVectors, WholeStepLoss, whole_step_loss
 from megatron_rl.backend import platform
 from megatron_rl.backend.frozen import attention, step_without
 from megatron_rl.backend.micro_batch import MicroBatch
@@ -27,7 +27,8 @@ from megatron_rl.backend.replay import RouterLosses
 from megatron_rl.backend.step import LossFunction, train
 from megatron_rl.batching import TokenStream
 from megatron_rl.config import AlgorithmConfig
-from megatron_rl.objectives.aggregation import Rule
+from megatron_rl.methods import AggregationRule, Segments
+from megatron_rl.methods.aggregation import TokenMean
 from megatron_rl.objectives.segments import repeat
 from megatron_rl.reduce import from_last, sum_over
 from megatron_rl.rollouts.schema import RolloutBatch
@@ -52,8 +53,8 @@ def update_actor(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray) -> 
     if not kept.any():
         return metrics | {"actor/skipped": 1.0}
     vectors, found = _vectors(algorithm, scored, kept, anchor)
-    whole = _whole_step(models, scored, rows, vectors) if algorithm.method.needs_whole_step else None
-    kl_coef = models.controllers.kl_coef if algorithm.kl_loss_coef else 0.0
+    whole = _whole_step(models, scored, rows, vectors) if algorithm.policy.needs_whole_step else None
+    kl_coef = models.controllers.kl_coef if algorithm.kl_loss else 0.0
     terms = PolicyStepLoss(algorithm, vectors, kl_coef, whole)
     losses = _router_losses(models, models.actor, scored.batch, rows, _recorded_load(models, scored, rows))
     sums, step = _step(models, models.actor, scored.actor, scored.batch, rows, terms, losses, len(POLICY_SUMS))
@@ -75,8 +76,7 @@ def update_critic(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray) ->
     kept = scored.value_kept & decisions_of(scored.offsets, rows)
     if not kept.any():
         return {"critic/skipped": 1.0}
-    turns = "sequence_mean" if algorithm.advantage == "turn_gae" else algorithm.aggregation
-    weights = _weights(algorithm, scored, kept, algorithm.value_aggregation or turns)
+    weights = _weights(scored, kept, algorithm.value_weights)
     terms = ValueStepLoss(algorithm, scored.returns, scored.values, weights)
     losses = _router_losses(models, models.critic, scored.batch, rows, scored.critic_load)
     sums, step = _step(models, models.critic, scored.critic, scored.batch, rows, terms, losses, len(VALUE_SUMS))
@@ -87,13 +87,13 @@ def _named(prefix: str, names: tuple[str, ...], sums: torch.Tensor) -> dict[str,
     return {f"{prefix}/{name}": float(value) for name, value in zip(names, sums, strict=True)}
 
 
-def _weights(algorithm: AlgorithmConfig, scored: ScoredBatch, kept: torch.Tensor, rule: Rule) -> torch.Tensor:
-    return loss_weights(rule, scored.offsets, kept, scored.prompts, algorithm.aggregation_constant)
+def _weights(scored: ScoredBatch, kept: torch.Tensor, rule: AggregationRule) -> torch.Tensor:
+    return loss_weights(rule, scored.offsets, kept, scored.prompts)
 
 
 def _anchor(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray) -> torch.Tensor:
     """[D] log-probs of the proximal policy, for the decisions of these trajectories."""
-    kind = models.config.algorithm.anchor
+    kind = models.config.algorithm.anchor.name
     if kind == "behaviour":
         return scored.behaviour
     if kind == "recompute":
@@ -117,14 +117,14 @@ def _remove(
 
 def _vectors(algorithm: AlgorithmConfig, scored: ScoredBatch, kept: torch.Tensor, anchor: torch.Tensor):
     """(constants of the step, metrics of the importance weights)."""
-    weights = _weights(algorithm, scored, kept, algorithm.aggregation)
+    weights = _weights(scored, kept, algorithm.decision_weights)
     omega, metrics = importance_weights(
         algorithm, anchor, scored.behaviour, scored.offsets, scored.turn_offsets, weights
     )
     likelihood = None
     if algorithm.likelihood_coef:
         solved = kept & repeat(scored.correct, scored.offsets)
-        likelihood = algorithm.likelihood_coef * _weights(algorithm, scored, solved, "token_mean")
+        likelihood = algorithm.likelihood_coef * _weights(scored, solved, TokenMean())
         metrics["actor/correct"] = float(solved.sum() / kept.sum())
     vectors = StepVectors(scored.advantages, scored.behaviour, anchor, scored.reference, weights, omega, likelihood)
     return vectors, metrics
@@ -138,10 +138,10 @@ def _whole_step(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray, vect
     else:
         logprobs = policy_logprobs(models, scored.actor, scored.batch, rows)
     exact = None
-    if algorithm.method.bias_correction and algorithm.clipping_bias == "exact":
+    if getattr(algorithm.policy, "clipping_bias", None) == "exact":
         exact = partial(_gradient_norm, models, scored, rows)
-    segments = StepSegments(scored.offsets, scored.turn_offsets, scored.groups, scored.correct)
-    return whole_step_loss(algorithm, logprobs, vectors, segments, exact)
+    segments = Segments(scored.offsets, scored.turn_offsets, scored.groups, scored.correct)
+    return whole_step_loss(algorithm.policy, logprobs, vectors, segments, exact)
 
 
 def _gradient_norm(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray, coefficients: torch.Tensor) -> float:
@@ -173,7 +173,7 @@ def _step(
         total = sum_over(sums.clone(), topology.dp_cp_group)
     total = from_last(total, topology.pp_group)
     rate = optimizer.learning_rate()
-    frozen = name == "critic" and models.config.algorithm.critic_freeze_attention
+    frozen = name == "critic" and models.config.algorithm.critic.freeze_attention
     stepped, norm = step_without(optimizer, attention) if frozen else optimizer.step()
     return total, {
         f"{name}/stepped": float(stepped),
@@ -191,17 +191,17 @@ def _routed_tokens(batch: RolloutBatch, rows: np.ndarray) -> int:
 def _router_losses(
     models: ActorCritic, optimizer: Optimizer, batch, rows, load: dict[int, torch.Tensor]
 ) -> RouterLosses | None:
-    algorithm = models.config.algorithm
-    if not (algorithm.aux_loss_coef or algorithm.z_loss_coef):
+    coefs = models.config.algorithm.router_losses
+    if not (coefs.aux_coef or coefs.z_coef):
         return None
     frequencies = {layer: (count / count.sum().clamp(min=1)).float() for layer, count in load.items()}
-    return RouterLosses(algorithm.aux_loss_coef, algorithm.z_loss_coef, frequencies)
+    return RouterLosses(coefs.aux_coef, coefs.z_coef, frequencies)
 
 
 def _recorded_load(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray) -> dict[int, torch.Tensor]:
     """Expert counts of the step's recorded routes for this rank's layers; a native count where replay is off."""
     model, algorithm = models.actor.model, models.config.algorithm
-    if not algorithm.aux_loss_coef:
+    if not algorithm.router_losses.aux_coef:
         return {}
     if models.config.replay.enabled:
         planned = plan(models, scored.actor, rows)

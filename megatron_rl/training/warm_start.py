@@ -23,6 +23,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
 from megatron_rl.environments.base import Task
 from megatron_rl.episodes.lockstep import Demonstration, random_play
+from megatron_rl.methods.aggregation import TokenMean
 from megatron_rl.reduce import from_last, sum_over
 from megatron_rl.training.actor_critic import ActorCritic, build_actor_critic
 from megatron_rl.training.forward import decisions_of, plan, prepare, readout
@@ -57,7 +58,7 @@ def train_on_demonstrations(
     prompts = torch.arange(len(demonstrations), device=device)
     for epoch in range(epochs):
         for rows in split_minibatches(len(demonstrations), minibatches, models.config.seed, epoch):
-            weights = loss_weights("token_mean", decisions, decisions_of(decisions, rows), prompts)
+            weights = loss_weights(TokenMean(), decisions, decisions_of(decisions, rows), prompts)
             planned = plan(models, stream, rows)
             parts = prepare(models, models.actor.model, stream, None, planned, rows, replay=False)
             sums = train(models.actor.model, parts, planned.length, readout(models.config), LikelihoodStepLoss(weights))

@@ -122,15 +122,16 @@ def branches(result: Result, batch: RolloutBatch, algorithm: Mapping[str, Any]) 
     readings, advantages = first.readings, scored["advantages"]
     ratio = (readings["theta"] - readings["anchor"]).exp()
     up, down = advantages > 0, advantages < 0
-    low, high, dual = 1 - algorithm["clip_low"], 1 + algorithm["clip_high"], algorithm["dual_clip"]
-    capped, sequence_edge = _capped(readings["anchor"], batch, algorithm["sequence_is_cap"])
-    clipped, value_edge = _value_branch(readings["values"], scored, algorithm["value_clip"])
+    policy = algorithm["policy"]
+    low, high, dual = 1 - policy["clip_low"], 1 + policy["clip_high"], policy["dual_clip"]
+    capped, sequence_edge = _capped(readings["anchor"], batch, algorithm["importance"]["cap"])
+    clipped, value_edge = _value_branch(readings["values"], scored, algorithm["value"]["clip"])
     shares = {
         "clip_low": down & (ratio < low),
         "clip_high": up & (ratio > high),
         "dual_clip": down & (ratio > dual),
         "value_clip": clipped,
-        "sequence_is_cap": capped,
+        "sequence_cap": capped,
     }
     edges = [(ratio - edge).abs().min() for edge in (low, high, dual)] + [advantages.abs().min()]
     return {name: float(hit.double().mean()) for name, hit in shares.items()}, float(

@@ -95,7 +95,7 @@ def two_steps(scenario: Scenario, layout: Layout) -> Result:
 
 def score(models: ActorCritic, scenario: Scenario, batch: RolloutBatch) -> ScoredBatch:
     """Score with old weights, then go on with the new ones: an anchor scored once is not θ either."""
-    once = models.config.algorithm.anchor == "recompute"
+    once = models.config.algorithm.anchor.name == "recompute"
     if once:
         load(models.actor, scenario.checkpoints["anchor"])
     scored = score_batch(models, batch)

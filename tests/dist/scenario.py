@@ -33,17 +33,13 @@ TEMPERATURE = 0.8
 ALGORITHM = dict(
     anchor="ewma",
     gamma=0.97,
-    lam_actor=0.9,
-    lam_critic=0.95,
-    clip_low=0.2,
-    clip_high=0.25,
-    dual_clip=1.3,
-    value_clip=0.2,
-    sequence_is_cap=1.4,
-    kl_loss_coef=0.1,
+    estimator=dict(name="gae", lam_actor=0.9, lam_critic=0.95),
+    policy=dict(name="ppo_clip", clip_low=0.2, clip_high=0.25, dual_clip=1.3),
+    value=dict(clip=0.2),
+    importance=dict(name="sequence", cap=1.4),
+    reference_kl=dict(name="loss", coef=0.1),
     entropy_coef=0.01,
-    aux_loss_coef=0.02,
-    z_loss_coef=0.003,
+    router_losses=dict(aux_coef=0.02, z_coef=0.003),
     aggregation="sequence_mean",
 )
 OPTIMIZER = dict(lr=2e-3, eps=1e-3, weight_decay=0.01, clip_grad=0.5)

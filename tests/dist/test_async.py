@@ -31,7 +31,9 @@ def settings(model: Path, output: Path, **changes) -> dict:
         "batching": {"token_budget": 512},
         "optimizer": {"lr": 1e-3},
         "critic_optimizer": {"lr": 1e-3},
-        "algorithm": {"minibatches": 2, "sequence_is_cap": 2.0, "anchor": "ewma", "ewma_decay": 0.5},
+        "algorithm": {
+            "minibatches": 2, "importance": {"name": "sequence", "cap": 2.0}, "anchor": {"name": "ewma", "decay": 0.5},
+        },  # fmt: skip
         "rollout": {
             "episodes": EPISODES,
             "max_turns": 3,
@@ -368,7 +370,7 @@ MODES = {
     "groups": {"rollout": GROUPS},
     "refill": {
         "rollout": {**GROUPS, "max_staleness": 0},
-        "algorithm": {"advantage": "grpo", "dynamic_sampling": True, "dynamic_sampling_rounds": 2},
+        "algorithm": {"estimator": "grpo", "dynamic_sampling": {"rounds": 2}},
     },
     "colocated": {"rollout": {"mode": "sync", "colocated": True}, "parallel": {"phase_offload": True}},
 }

@@ -360,7 +360,7 @@ def load_only(scenario: Scenario, layout: Layout, path: Path) -> dict:
     return load_checkpoint(path, start(scenario, layout))
 
 
-BARE = dict(anchor="recompute", kl_loss_coef=0.0)
+BARE = dict(anchor="recompute", reference_kl="none")
 
 
 def test_a_state_that_is_missing_is_an_error(ranks, scenario, tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_a_state_that_is_missing_is_an_error(ranks, scenario, tmp_path: Path) ->
     (ewma,) = ranks.run(loading_error, 1, scenario, replace(ONE, algorithm=BARE | {"anchor": "ewma"}), path)
     assert "no EWMA anchor" in ewma and "algorithm.anchor" in ewma and str(path) in ewma
     # On two ranks each misses other tensors; all raise.
-    kl = replace(EXPERT, algorithm=BARE | {"kl_loss_coef": 0.1})
+    kl = replace(EXPERT, algorithm=BARE | {"reference_kl": {"name": "loss", "coef": 0.1}})
     for reference in ranks.run(loading_error, 2, scenario, kl, path):
         assert "state missing" in reference and "actor.reference." in reference
 

@@ -21,7 +21,7 @@ ROLLOUT = {
     },
 }  # fmt: skip
 GRPO = {
-    "algorithm": {"advantage": "grpo", "anchor": "recompute", "sequence_is_cap": None, "ewma_decay": 0.5},
+    "algorithm": {"estimator": "grpo", "anchor": "recompute", "importance": "none"},
     "rollout": ROLLOUT,
 }
 

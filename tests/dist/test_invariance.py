@@ -22,14 +22,17 @@ LAYOUTS = [pytest.param(layout, id=layout.name) for layout in FAST] + [
     pytest.param(layout, id=layout.name, marks=pytest.mark.full) for layout in SLOW
 ]
 OBJECTIVES = {
-    "decoupled": dict(sequence_is_cap=None, dual_clip=None, kl_estimator="k2"),
-    "recompute": dict(anchor="recompute", sequence_is_cap=None, token_is_cap=1.1, kl_loss_coef=0.0, kl_reward_coef=0.1,
-                      aggregation="prompt_mean"),
-    "behaviour": dict(anchor="behaviour", sequence_is_cap=None, aggregation="token_mean", kl_estimator="k1"),
-    "removed": dict(anchor="recompute", sequence_is_cap=None, turn_is_cap=1.3, is_normalise=True, rejection="token",
-                    rejection_max=0.02, likelihood_coef=0.1, value_aggregation="token_mean", kl_loss_coef=0.0),
-    "constant": dict(aggregation="constant", aggregation_constant=150.0, whiten=False, aux_loss_coef=0.0,
-                     value_clip=None),
+    "decoupled": dict(importance="none", policy=dict(clip_low=0.2, clip_high=0.25),
+                      reference_kl=dict(name="loss", coef=0.1, estimator="k2")),
+    "recompute": dict(anchor="recompute", importance=dict(name="token", cap=1.1), aggregation="prompt_mean",
+                      reference_kl=dict(name="reward", coef=0.1)),
+    "behaviour": dict(anchor="behaviour", importance="none", aggregation="token_mean",
+                      reference_kl=dict(name="loss", coef=0.1, estimator="k1")),
+    "removed": dict(anchor="recompute", importance=dict(name="turn", cap=1.3, normalise=True), likelihood_coef=0.1,
+                    rejection=dict(unit="token", max=0.02), value=dict(clip=0.2, aggregation="token_mean"),
+                    reference_kl="none"),
+    "constant": dict(aggregation=dict(name="constant", constant=150.0), router_losses=dict(z_coef=0.003),
+                     estimator=ALGORITHM["estimator"] | dict(whiten=False), value={}),
 }  # fmt: skip
 BF16_SPACING = 2**-7 / OPTIMIZER["lr"]
 """Of bfloat16 just above 1, where norm weights are, in learning rates."""

@@ -25,22 +25,24 @@ from tests.dist.test_reference_step import episodes_of
 from tests.reference import methods, plain
 from tests.reference.decoder import Architecture, load
 
-COMMON = dict(anchor="recompute", dual_clip=None, sequence_is_cap=None, clip_low=0.1, clip_high=0.1)
-GROUPS = COMMON | dict(advantage="dr_grpo", whiten=False, value_clip=None)
-ST_PPO = COMMON | dict(policy_loss="st_ppo", aggregation="sequence_sum_mean")
+COMMON = dict(anchor="recompute", importance="none")
+CLIP = dict(name="ppo_clip", clip_low=0.1, clip_high=0.1)
+GROUPS = COMMON | dict(estimator=dict(name="dr_grpo", whiten=False), value=None)
+ST_PPO = dict(name="st_ppo", clip=0.1)
 FAMILIES: dict[str, dict] = {
-    "sapo": COMMON | dict(policy_loss="sapo"),
-    "turn_ppo": COMMON | dict(policy_loss="turn_ppo", advantage="turn_gae", aggregation="token_mean"),
-    "st_ppo": ST_PPO | dict(clipping_bias="exact"),
-    "gspo": GROUPS | dict(policy_loss="gspo", clip_low=0.01, clip_high=0.02),
-    "gmpo": GROUPS | dict(policy_loss="gmpo", gmpo_log_clip=0.1),
-    "drpo": GROUPS | dict(policy_loss="drpo", advantage="none", aggregation="prompt_mean", overlong_length=20,
-                          drpo_tau=2.0, drpo_beta=3.0),
-    "dr_grpo": GROUPS | dict(aggregation="constant", aggregation_constant=30.0),
+    "sapo": COMMON | dict(policy="sapo"),
+    "turn_ppo": COMMON | dict(policy=dict(name="turn_ppo", clip=0.1), aggregation="token_mean",
+                              estimator=dict(name="turn_gae", lam_actor=0.9, lam_critic=0.95)),
+    "st_ppo": COMMON | dict(policy=ST_PPO | dict(clipping_bias="exact"), aggregation="sequence_sum_mean"),
+    "gspo": GROUPS | dict(policy=dict(name="gspo", clip_low=0.01, clip_high=0.02)),
+    "gmpo": GROUPS | dict(policy=dict(name="gmpo", log_clip=0.1)),
+    "drpo": GROUPS | dict(policy=dict(name="drpo", max_length=20, tau=2.0, beta=3.0), aggregation="prompt_mean",
+                          estimator=dict(name="none", whiten=False)),
+    "dr_grpo": GROUPS | dict(policy=CLIP, aggregation=dict(name="constant", constant=30.0)),
 }  # fmt: skip
 CUTS = {"st_ppo": ("clip",), "turn_ppo": ("clip",), "gspo": ("clip",), "gmpo": ("clip",), "dr_grpo": ("clip",)}
 """Families with a clip that the experiment must reach."""
-CLEAN = dict(aux_loss_coef=0.0, z_loss_coef=0.0, kl_loss_coef=0.0, entropy_coef=0.0)
+CLEAN = dict(router_losses={}, reference_kl="none", entropy_coef=0.0)
 """The terms that `test_reference_step` checks are off: the policy loss stands alone."""
 SPREAD_BOUNDS = Bounds(scalar=3e-6, gradient=3e-5)
 """Wider than a token loss needs: a turn's ratio is the exponential of a sum, which carries the rounding of all its
@@ -81,7 +83,7 @@ class Slow:
 
     def advantages(self) -> list[torch.Tensor]:
         """[J] of each trajectory with decisions."""
-        if self.settings.get("advantage") in ("dr_grpo", "none"):
+        if self.settings["estimator"]["name"] in ("dr_grpo", "none"):
             returns = [sum(self.episodes[row].turn_rewards) + self.episodes[row].reward for row in self.rows]
             centred = methods.dr_grpo(returns, [self.batch.group_ids[row] for row in self.rows])
             counts = [len(self.episodes[row].decisions) for row in self.rows]
@@ -97,12 +99,12 @@ class Slow:
         with torch.no_grad():
             values, successor = plain.read_values(self.arch, self.weights["old_critic"], episode)
         steps = [[j] for j in range(len(turns))]
-        if self.settings.get("advantage") == "turn_gae":
+        if self.settings["estimator"]["name"] == "turn_gae":
             steps = [[j for j, turn in enumerate(turns) if turn == t] for t in sorted(set(turns))]
         rewards = plain.place_rewards(episode)
         inputs = [sum(rewards[j] for j in step) for step in steps], [float(values[step[0]]) for step in steps]
         actor, critic = (
-            plain.gae(*inputs, float(successor), self.settings["gamma"], self.settings[lam])
+            plain.gae(*inputs, float(successor), self.settings["gamma"], self.settings["estimator"][lam])
             for lam in ("lam_actor", "lam_critic")
         )
         advantages = torch.zeros(len(turns), dtype=torch.float64)
@@ -122,7 +124,7 @@ class Slow:
             )
             target = torch.tensor(self.estimates(row)[1], dtype=torch.float64)
             scored = plain.Scored(values, values, None, old.detach(), target, target)
-            loss = plain.value_loss(values, scored, self.settings["value_clip"])
+            loss = plain.value_loss(values, scored, self.settings["value"]["clip"])
             total = total + loss.sum() / (len(firsts) * len(self.rows))
         return total
 
@@ -195,7 +197,7 @@ SPREAD = [
 @pytest.mark.parametrize(("family", "name"), SPREAD)
 def test_layout(ranks, scenario, keep_errors, family: str, name: str) -> None:
     """KL, entropy, load balancing and z-loss are on beside the family's loss."""
-    settings = FAMILIES[family] | (dict(clipping_bias="bound") if family == "st_ppo" else {})
+    settings = FAMILIES[family] | (dict(policy=ST_PPO) if family == "st_ppo" else {})
     plain_layout = Layout(f"{family} 1 rank", parallel=BASELINE.parallel, algorithm=settings)
     result = run(ranks, scenario, replace(LAYOUTS[name], algorithm=settings))
     worst = errors(result, run(ranks, scenario, plain_layout), OPTIMIZER["lr"])

@@ -60,8 +60,8 @@ def one_iteration(config) -> tuple[dict[str, float], bool]:
 
 
 NOTHING_LEFT = {
-    "all rejected, EWMA": ("ppo_ewma", ["algorithm.rejection=token", "algorithm.rejection_max=-1"]),
-    "all rejected, recompute": ("gspo", ["algorithm.rejection=sequence_mean", "algorithm.rejection_max=-1"]),
+    "all rejected, EWMA": ("ppo_ewma", ["algorithm.rejection={unit: token, max: -1}"]),
+    "all rejected, recompute": ("gspo", ["algorithm.rejection={unit: sequence_mean, max: -1}"]),
     "all truncated": ("grpo", ["algorithm.overlong_filter=true"]),
 }
 
@@ -93,8 +93,8 @@ def run_rows(config) -> list[dict[str, float]]:
 
 def test_pretraining_and_steered_kl_resume_exactly(ranks: RankPool, base: Path, tmp_path: Path) -> None:  # noqa: F811
     """Explained variance cannot rise by 9: pretraining ends after one patience, also across a stop."""
-    changes = ["algorithm.critic_warmup=3", "algorithm.critic_warmup_patience=1", "algorithm.critic_warmup_gain=9"]
-    changes += ["algorithm.kl_loss_coef=0.1", "algorithm.kl_target=0.5", "iterations=4", "checkpoint.every=1"]
+    changes = ["algorithm.value.warmup={iterations: 3, patience: 1, gain: 9}", "iterations=4", "checkpoint.every=1"]
+    changes += ["algorithm.reference_kl={name: loss, coef: 0.1, target: 0.5}"]
     whole = ranks.run(run_rows, 2, configured(base, "vc_ppo", tmp_path / "whole", *changes))[0]
     assert ["actor/stepped" in row for row in whole] == [False, False, True, True]
     assert whole[2]["policy/kl_coef"] == pytest.approx(0.1 * 0.98**2)  # KL far below its target: 2 % less each time

@@ -32,8 +32,8 @@ rollout:
 first_step_check: {enabled: false}
 """
 SMALL = {
-    "vapo": ["algorithm.critic_warmup=1"],
-    "vc_ppo": ["algorithm.critic_warmup=1"],
+    "vapo": ["algorithm.value.warmup.iterations=1"],
+    "vc_ppo": ["algorithm.value.warmup.iterations=1"],
 }
 """Two iterations leave room for a short warm-up only."""
 SLOW = ("cispo", "evpo", "gmpo", "grpo", "gspo", "ppo", "rloo", "vc_ppo")

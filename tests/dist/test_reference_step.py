@@ -21,8 +21,9 @@ from tests.dist.scenario import ALGORITHM, OPTIMIZER, SECOND_STEP, TEMPERATURE, 
 from tests.reference import plain
 from tests.reference.decoder import Architecture, load
 
-OFF = dict(aux_loss_coef=0.0, z_loss_coef=0.0)
-VARIANTS = {"sequence weights and dual clip": {}, "decoupled": dict(sequence_is_cap=None, dual_clip=None)}
+OFF = dict(router_losses={})
+PLAIN = {name: value for name, value in ALGORITHM["policy"].items() if name != "dual_clip"}
+VARIANTS = {"sequence weights and dual clip": {}, "decoupled": dict(importance="none", policy=PLAIN)}
 
 
 def episodes_of(batch) -> list[plain.Episode]:
@@ -50,14 +51,18 @@ def _episode(batch, row: int) -> plain.Episode:
 
 def objective_of(algorithm) -> plain.Objective:
     """The same settings under the reference's names."""
-    same = ("gamma", "lam_actor", "lam_critic", "clip_low", "clip_high", "dual_clip", "value_clip", "entropy_coef",
-            "sequence_is_cap", "aggregation")  # fmt: skip
+    policy, estimator, importance = (algorithm[name] for name in ("policy", "estimator", "importance"))
+    cap = None if importance == "none" else importance["cap"]
     return plain.Objective(
         temperature=TEMPERATURE,
         whiten=True,
-        kl_coef=algorithm["kl_loss_coef"],
-        decoupled=algorithm["sequence_is_cap"] is None,
-        **{name: algorithm[name] for name in same},
+        kl_coef=algorithm["reference_kl"]["coef"],
+        decoupled=cap is None,
+        sequence_is_cap=cap,
+        value_clip=algorithm["value"]["clip"],
+        **{name: policy.get(name) for name in ("clip_low", "clip_high", "dual_clip")},
+        **{name: estimator[name] for name in ("lam_actor", "lam_critic")},
+        **{name: algorithm[name] for name in ("gamma", "entropy_coef", "aggregation")},
     )
 
 

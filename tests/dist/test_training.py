@@ -23,7 +23,9 @@ def _config(path: Path, output: Path, **changes):
         "batching": {"token_budget": 512},
         "optimizer": {"lr": 1e-3},
         "critic_optimizer": {"lr": 1e-3},
-        "algorithm": {"minibatches": 2, "sequence_is_cap": 2.0, "anchor": "ewma", "ewma_decay": 0.5},
+        "algorithm": {
+            "minibatches": 2, "importance": {"name": "sequence", "cap": 2.0}, "anchor": {"name": "ewma", "decay": 0.5},
+        },  # fmt: skip
         "rollout": {"episodes": 8, "max_turns": 3, "max_action_tokens": 2},
     }
     for name, value in changes.items():

@@ -33,7 +33,7 @@ parallel: {{}}
 batching: {{token_budget: 1024}}
 optimizer: {{lr: 1.0e-3}}
 critic_optimizer: {{lr: 1.0e-3}}
-algorithm: {{minibatches: 2, ewma_decay: 0.5, sequence_is_cap: 2.0}}
+algorithm: {{minibatches: 2, anchor: {{name: ewma, decay: 0.5}}, importance: {{name: sequence, cap: 2.0}}}}
 rollout:
   environment: frozen_lake
   environment_options: {{view: moves, invalid_reward: -0.1, step_reward: -0.05}}

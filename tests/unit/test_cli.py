@@ -25,7 +25,7 @@ def test_config_prints_what_a_run_would_use() -> None:
     import yaml
 
     shown = yaml.safe_load(cli("config", "examples/frozen_lake/ppo.yaml", "optimizer.lr=0.5").stdout)
-    assert shown["optimizer"]["lr"] == 0.5 and shown["algorithm"]["anchor"] == "ewma"
+    assert shown["optimizer"]["lr"] == 0.5 and shown["algorithm"]["anchor"]["name"] == "ewma"
 
 
 def test_an_unknown_key_is_an_error_of_one_line() -> None:

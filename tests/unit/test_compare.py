@@ -58,12 +58,12 @@ def test_only_recipes_that_compare_responses_get_several_of_a_prompt(tmp_path, b
 def test_a_recipe_is_layered_over_the_task_and_shares_what_it_leaves_open(tmp_path, base):
     config = tool.resolve(base, recipe(tmp_path, "a", anchor="recompute", minibatches=4), SIZES, 1)
     task = load_config(TASK)
-    assert config.algorithm.anchor == "recompute"
+    assert config.algorithm.anchor.name == "recompute"
     assert config.algorithm.entropy_coef == task.algorithm.entropy_coef
     assert config.rollout.environment_options == task.rollout.environment_options
     assert config.parallel.expert == 1
     warm = task.algorithm.critic_warmup
-    assert config.optimizer.decay_steps == (4 - warm) * 4 * task.algorithm.actor_epochs
+    assert config.optimizer.decay_steps == (4 - warm) * 4 * task.algorithm.epochs
 
 
 def test_runs_are_planned_seeds_outermost_and_keep_their_settings(tmp_path, base):
@@ -122,7 +122,7 @@ def test_the_picture_takes_any_number_of_recipes(tmp_path):
 
 @pytest.mark.full
 def test_runs_finish_are_kept_and_a_failed_one_is_named(tmp_path):
-    good = recipe(tmp_path, "good", anchor="recompute", critic_warmup=0)
+    good = recipe(tmp_path, "good", anchor="recompute", value={})
     command = [
         sys.executable, str(ROOT / "tools" / "compare.py"), str(TASK), str(good), "--seeds", "1", "--iterations", "1",
         "--episodes", "8", "--demonstrations", "32", "--warm-epochs", "1", "--output", str(tmp_path / "out"),

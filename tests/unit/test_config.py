@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+import subprocess
+import sys
+import typing
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from pydantic import TypeAdapter
 
 from megatron_rl.config import AlgorithmConfig, RunConfig, load_config
-from megatron_rl.config.refusals import REFUSALS
+from megatron_rl.config.algorithm import REFUSALS
+from megatron_rl.config.renamed import RENAMED, RESHAPED
 from megatron_rl.errors import ConfigError
+from megatron_rl.methods import KINDS, method_of
+from megatron_rl.section import Section
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_defaults_and_dotted_overrides() -> None:
     config = load_config(None, ["optimizer.lr=2e-5", "parallel.expert=4"])
-    assert (config.optimizer.lr, config.parallel.expert, config.algorithm.anchor) == (2e-5, 4, "ewma")
+    assert (config.optimizer.lr, config.parallel.expert, config.algorithm.anchor.name) == (2e-5, 4, "ewma")
 
 
 def test_every_example_loads() -> None:
@@ -40,49 +48,53 @@ def test_wrong_type_names_key_found_and_expected() -> None:
     assert (error.field, error.found) == ("parallel.tensor", "'two'") and "integer" in error.expected
 
 
-GRPO = ["advantage=grpo", "anchor=recompute"]
+GRPO = ["estimator=grpo", "anchor=recompute"]
 CONTRADICTIONS = {
-    "KL twice": (["kl_loss_coef=0.1", "kl_reward_coef=0.1"], "different objectives"),
-    "two corrections": (["token_is_cap=2", "sequence_is_cap=2"], "twice"),
-    "dual clip of the decoupled loss": (["dual_clip=3"], "decoupled loss"),
-    "constant without C": (["aggregation=constant"], "aggregation_constant"),
-    "critic options without critic": ([*GRPO, "value_clip=0.2", "critic_epochs=2"], "value_clip=null, critic_epochs=1"),
-    "value pretraining without critic": ([*GRPO, "critic_warmup=3"], "critic_warmup=0"),
-    "length-adaptive λ without critic": ([*GRPO, "lam_alpha=0.05"], "lam_alpha=null"),
-    "length-adaptive λ on turns": (["advantage=turn_gae", "lam_alpha=0.05"], "clock"),
-    "length-adaptive λ without discount": (["lam_alpha=0.05", "gamma=0"], "gamma above 0"),
-    "Turn-PPO with a token critic": (["policy_loss=turn_ppo", "anchor=recompute"], "advantage=turn_gae"),
-    "GSPO with token advantages": (
-        ["policy_loss=gspo", "anchor=recompute", "aggregation=sequence_mean"], "policy_loss=gspo_token"),
-    "GSPO counted by token": ([*GRPO, "policy_loss=gspo"], "set aggregation to prompt_mean or sequence_mean"),
-    "DRPO with advantages": (["policy_loss=drpo"], "go together"),
-    "no advantages for PPO": (["advantage=none"], "go together"),
-    "DRPO by token": (["policy_loss=drpo", "advantage=none", "anchor=recompute"], "aggregation=prompt_mean"),
-    "DRPO without length": (
-        ["policy_loss=drpo", "advantage=none", "anchor=recompute", "aggregation=prompt_mean"], "overlong_length"),
-    "DIS with an anchor": (["policy_loss=dis", "anchor=recompute"], "anchor=behaviour"),
-    "DIS with EWMA": (["policy_loss=dis"], "anchor=behaviour"),
-    "DIS corrected again": (["policy_loss=dis", "anchor=behaviour", "token_is_cap=2"], "no importance weights"),
-    "REINFORCE with EWMA": (["policy_loss=reinforce"], "no proximal ratio"),
-    "SAPO with EWMA": (["policy_loss=sapo"], "only ppo_clip has a decoupled form"),
-    "dual clip of SAPO": (["policy_loss=sapo", "anchor=recompute", "dual_clip=3"], "means nothing for sapo"),
-    "correction of nothing": (["anchor=behaviour", "token_is_cap=2"], "nothing to correct"),
-    "rejection of nothing": (["anchor=behaviour", "rejection=token", "rejection_max=1"], "nothing to correct"),
-    "normalising nothing": (["is_normalise=true"], "there are none"),
-    "rejection without bound": (["anchor=recompute", "rejection=token"], "rejection_max"),
-    "lower bound of k3": (
-        ["anchor=recompute", "rejection=token", "rejection_max=1", "rejection_min=0"], "rejection_estimator=k1"),
-    "icepop upside down": (["anchor=recompute", "icepop=[5, 0.5]"], "0 < α <= β"),
-    "stale without threshold": (["staleness_rule=drop"], "max_staleness"),
-    "CISPO without bound": (["policy_loss=cispo", "anchor=recompute"], "set clip_high"),
-    "a turn clipped unevenly": (["policy_loss=turn_is", "anchor=recompute", "clip_high=0.28"], "one ε"),
-    "overlong buffer without length": (["overlong_buffer=4"], "overlong_length"),
-    "patience without warm-up": (["critic_warmup_patience=2"], "critic_warmup"),
-    "dynamic sampling with a critic": (["dynamic_sampling=true"], "dynamic_sampling=false"),
-    "a target for no KL": (["kl_target=0.1"], "steers"),
+    "critic options without critic": ([*GRPO, "value.clip=0.2"], "set value to null"),
+    "Turn-PPO with a token critic": (["policy=turn_ppo", "anchor=recompute"], "turn_gae"),
+    "GSPO with token advantages": (["policy=gspo", "anchor=recompute"], "set estimator to batch_mean or grpo"),
+    "DRPO with advantages": (["policy=drpo", "policy.max_length=9", "anchor=recompute"], "set estimator to none"),
+    "no advantages for PPO": (["estimator=none", "anchor=recompute"], "takes one a decision or sequence or turn"),
     "shaped reward that VPO does not read": (
-        ["advantage=vpo", "anchor=recompute", "kl_reward_coef=0.1"], "reward_vector"),
+        ["estimator=vpo", "anchor=recompute", "reference_kl={name: reward, coef: 0.1}"], "does not read"),
+    "dynamic sampling with a critic": (["dynamic_sampling={}"], "dynamic_sampling to null"),
+    "DIS with an anchor": (["policy=dis", "anchor=recompute"], "set anchor to behaviour"),
+    "REINFORCE with EWMA": (["policy=reinforce"], "set anchor to behaviour or recompute"),
+    "SAPO with EWMA": (["policy=sapo"], "no decoupled form"),
+    "DIS corrected again": (["policy=dis", "anchor=behaviour", "importance=token"], "no importance weights"),
+    "correction of nothing": (["anchor=behaviour", "importance=token"], "nothing to correct"),
+    "rejection of nothing": (["anchor=behaviour", "rejection={unit: token, max: 1}"], "nothing to correct"),
+    "GSPO counted by token": (
+        [*GRPO, "policy=gspo", "aggregation=token_mean"], "set aggregation to prompt_mean or sequence_mean"),
+    "DRPO by token": (
+        ["policy=drpo", "policy.max_length=9", "estimator=none", "anchor=recompute", "aggregation=token_mean"],
+        "set aggregation to prompt_mean"),
+    "dual clip of the decoupled loss": (["policy.dual_clip=3"], "decoupled loss"),
+    "length-adaptive λ without discount": (["estimator.lam_alpha=0.05", "gamma=0"], "gamma above 0"),
 }  # fmt: skip
+UNREPRESENTABLE = {
+    "KL twice": ["kl_loss_coef=0.1", "kl_reward_coef=0.1"],
+    "two corrections": ["importance=token", "importance.high=3"],
+    "constant without C": ["aggregation=constant"],
+    "length-adaptive λ on turns": ["estimator=turn_gae", "estimator.lam_alpha=0.05"],
+    "DRPO without length": ["policy=drpo", "estimator=none", "anchor=recompute"],
+    "dual clip of SAPO": ["policy=sapo", "policy.dual_clip=3", "anchor=recompute"],
+    "normalising nothing": ["importance.normalise=true"],
+    "rejection without bound": ["rejection.unit=token", "anchor=recompute"],
+    "lower bound of k3": ["rejection={unit: token, max: 1, min: 0}", "anchor=recompute"],
+    "icepop upside down": ["importance={name: icepop, low: 5, high: 0.5}", "anchor=recompute"],
+    "stale without threshold": ["stale_decisions.rule=drop"],
+    "CISPO without bound": ["policy=cispo", "anchor=recompute"],
+    "a turn clipped unevenly": ["policy=turn_is", "policy.clip_high=0.28", "anchor=recompute"],
+    "overlong buffer without length": ["overlong_penalty.buffer=4"],
+    "overlong buffer beyond length": ["overlong_penalty={buffer: 4, length: 3}"],
+    "patience without warm-up": ["value.warmup.patience=2"],
+    "a target for no KL": ["reference_kl.target=0.1"],
+    "a method that is not there": ["policy=gsp"],
+    "a method that cannot be imported": ["policy=no_such_package.losses:mine"],
+    "a module's other things": ["policy=math:pi"],
+}
+"""What sections rule out: refused where it is read, with the key at fault."""
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
@@ -92,16 +104,77 @@ def test_contradictions_of_the_objective_are_refused(name: str) -> None:
         load_config(None, [f"algorithm.{setting}" for setting in settings])
 
 
+@pytest.mark.parametrize("name", UNREPRESENTABLE)
+def test_what_no_section_holds_is_refused_with_its_key(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"algorithm.{setting}" for setting in UNREPRESENTABLE[name]])
+    assert str(caught.value.field).startswith("algorithm.")
+
+
 def test_every_refusal_has_a_case() -> None:
     """And some case reaches each row before all others."""
-    loose = AlgorithmConfig.model_construct
-    first = {
-        next(
-            i for i, row in enumerate(REFUSALS) if row.holds(loose(**OmegaConf.to_container(OmegaConf.from_dotlist(s))))
-        )
-        for s, _ in CONTRADICTIONS.values()
-    }
+    first = set()
+    for settings, match in CONTRADICTIONS.values():
+        with pytest.raises(ConfigError) as caught:
+            load_config(None, [f"algorithm.{setting}" for setting in settings])
+        assert match in str(caught.value)
+        first.add(next(i for i, row in enumerate(REFUSALS) if _is_from(row, settings)))
     assert first == set(range(len(REFUSALS)))
+
+
+def _is_from(row, settings: list[str]) -> bool:
+    """Whether this row refuses these settings, all other rows left out."""
+    loose = OmegaConf.to_container(OmegaConf.from_dotlist([_named(setting) for setting in settings]))
+    fields = {name: method_of(f"algorithm.{name}", loose[name]) for name in loose if f"algorithm.{name}" in KINDS}
+    sections = {name: AlgorithmConfig.model_fields[name] for name in loose if name not in fields}
+    parsed = {name: TypeAdapter(field.annotation).validate_python(loose[name]) for name, field in sections.items()}
+    return bool(row.reason(AlgorithmConfig().model_copy(update=fields | parsed)))
+
+
+def _named(setting: str) -> str:
+    key, _, value = setting.partition("=")
+    return f"{key}.name={value}" if f"algorithm.{key}" in KINDS and "{" not in value else setting
+
+
+@pytest.mark.parametrize("key", RENAMED)
+def test_an_old_key_is_refused_with_the_new_one(key: str) -> None:
+    with pytest.raises(ConfigError, match="another name now") as caught:
+        load_config(None, [f"{key}=1"])
+    assert (caught.value.field, caught.value.setting) == (key, RENAMED[key])
+    section = RENAMED[key].split(" ")[0].rstrip(",").rsplit(".", 1)[0]
+    assert (
+        section == "first_step_check" or section == "algorithm" or section.split(".")[1] in AlgorithmConfig.model_fields
+    )
+
+
+@pytest.mark.parametrize(("key", "value"), [("algorithm.rejection", "token"), ("algorithm.dynamic_sampling", "true")])
+def test_an_old_value_of_a_key_that_is_a_section_now_is_refused(key: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"{key}={value}"])
+    assert caught.value.setting == RESHAPED[key][1]
+
+
+def test_a_layer_that_names_another_method_begins_its_section_anew(tmp_path: Path) -> None:
+    (tmp_path / "task.yaml").write_text("algorithm: {policy: {clip_high: 0.28}, anchor: {name: ewma, decay: 0.5}}")
+    (tmp_path / "recipe.yaml").write_text("algorithm: {policy: gspo, estimator: grpo, anchor: recompute}")
+    layered = load_config([tmp_path / "task.yaml", tmp_path / "recipe.yaml"]).algorithm
+    assert (layered.policy.clip_high, layered.anchor.name) == (4e-4, "recompute")
+    same = load_config(tmp_path / "task.yaml", ["algorithm.policy=ppo_clip", "algorithm.policy.clip_low=0.1"]).algorithm
+    assert (same.policy.clip_low, same.policy.clip_high) == (0.1, 0.28)
+    assert same.anchor.decay == 0.5
+
+
+def test_a_configuration_is_read_without_torch() -> None:
+    code = "import sys, megatron_rl.config as c; c.load_config(None); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_a_dumped_configuration_is_the_same_again() -> None:
+    for file in sorted(ROOT.glob("examples/**/*.yaml")):
+        config = load_config(file)
+        assert RunConfig.model_validate(config.model_dump()) == config
+        assert pickle.loads(pickle.dumps(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -112,7 +185,7 @@ def test_every_refusal_has_a_case() -> None:
         (["performance.optimizer_cpu_offload=true"], "optimizer_cpu_offload"),
         (["performance.overlap_grad_reduce=true"], "overlap_grad_reduce"),
         (
-            ["algorithm.advantage=grpo", "algorithm.anchor=recompute", "rollout.environment_options.maps_per_prompt=1"],
+            ["algorithm.estimator=grpo", "algorithm.anchor=recompute", "rollout.environment_options.maps_per_prompt=1"],
             "maps_per_prompt to at least 2",
         ),
         (["rollout.mode=async"], "algorithm.anchor"),
@@ -136,20 +209,25 @@ def test_recipes_go_over_every_task(recipe: Path) -> None:
         assert config.rollout == load_config(task).rollout and config.algorithm.gamma == 0.5
         asked = OmegaConf.to_container(OmegaConf.load(recipe))
         assert set(asked) == {"algorithm"}
-        wanted = asked["algorithm"] | {"gamma": 0.5}
-        assert {name: getattr(config.algorithm, name) for name in wanted} == wanted
+        alone, together = load_config(recipe, ["algorithm.gamma=0.5"]).algorithm, config.algorithm
+        for name, section in asked["algorithm"].items():
+            if f"algorithm.{name}" in KINDS:
+                named = section["name"] if isinstance(section, dict) else section
+                assert getattr(together, name).name == named
+            for option in section if isinstance(section, dict) else ():
+                assert getattr(getattr(together, name), option) == getattr(getattr(alone, name), option)
+            if not isinstance(section, dict) and name != "gamma":
+                assert getattr(together, name) == getattr(alone, name)
 
 
 def test_defaults_are_the_papers() -> None:
-    ranges = {
-        "ppo_clip": (0.2, 0.2), "gspo": (3e-4, 4e-4), "dis": (0.3, 5.0), "turn_ppo": (0.2, 0.2), "turn_is": (0.2, 0.2),
-    }  # fmt: skip
+    ranges = {"ppo_clip": (0.2, 0.2), "gspo": (3e-4, 4e-4), "dis": (0.3, 5.0)}
     for name, expected in ranges.items():
-        settings = dict(policy_loss=name, anchor="behaviour", advantage="turn_gae")
-        settings |= dict(advantage="grpo", aggregation="sequence_mean") if name == "gspo" else {}
-        assert AlgorithmConfig(**settings).clip_range == expected
-    assert AlgorithmConfig(policy_loss="cispo", anchor="behaviour", clip_high=2).clip_range == (1.0, 2.0)
-    assert AlgorithmConfig(clip_high=0.28).clip_range == (0.2, 0.28)
+        policy = method_of("algorithm.policy", name)
+        assert (policy.clip_low, policy.clip_high) == expected
+    assert all(method_of("algorithm.policy", name).clip == 0.2 for name in ("turn_ppo", "turn_is", "st_ppo"))
+    assert method_of("algorithm.policy", {"name": "cispo", "clip_high": 2}).clip_low == 1.0
+    assert AlgorithmConfig(policy={"clip_high": 0.28}).policy.clip_low == 0.2
 
 
 def test_missing_file_is_a_config_error(tmp_path: Path) -> None:
@@ -164,12 +242,17 @@ def test_configurations_cannot_be_changed() -> None:
 
 
 def test_every_setting_is_documented() -> None:
+    def sections(annotation):
+        members = typing.get_args(annotation) or (annotation,)
+        return [member for member in members if isinstance(member, type) and issubclass(member, Section)]
+
     def undocumented(section, prefix=""):
         for name, field in section.model_fields.items():
-            inner = field.annotation
-            if isinstance(inner, type) and hasattr(inner, "model_fields"):
+            for inner in sections(field.annotation):
                 yield from undocumented(inner, f"{prefix}{name}.")
-            if not field.description:
+            if not field.description and name != "name":
                 yield prefix + name
 
-    assert list(undocumented(RunConfig)) == []
+    methods = [method for kind in KINDS.values() for method in kind.table.values()]
+    assert len(methods) > 30 and all(method.__doc__ for method in methods)
+    assert [bare for section in (RunConfig, *methods) for bare in undocumented(section)] == []

@@ -1,8 +1,8 @@
 """Imports flow one way.
 
 A room of the package is a top-level module or folder. `ORDER` lists them; a room imports from itself and from rooms to
-its left. Beyond that: `rollouts` and `objectives` do not know each other, `objectives` knows nothing but torch, the
-standard library and `errors`, `config` and `errors` do without torch, and a library of `OWNERS` is imported by its
+its left. Beyond that: rooms of a pair in `STRANGERS` do not know each other, `objectives` knows nothing but torch, the
+standard library and `errors`, rooms in `TORCH_FREE` do without torch, and a library of `OWNERS` is imported by its
 owners only. Imports inside functions and under TYPE_CHECKING count.
 """
 
@@ -21,9 +21,11 @@ ORDER = (
     "__init__",
     "errors",
     "files",
-    "config",
+    "section",
     "rollouts",
     "objectives",
+    "methods",
+    "config",
     "batching",
     "hf",
     "reduce",
@@ -46,7 +48,7 @@ STRANGERS = {
     frozenset({"algorithm", "backend"}),
 }
 OWNERS = {"megatron": {"backend"}, "vllm": {"engines"}}
-TORCH_FREE = {"config", "errors"}
+TORCH_FREE = {"config", "errors", "section"}
 OBJECTIVES_MAY_USE = {"torch", f"{PACKAGE}.errors", f"{PACKAGE}.objectives"}
 
 

@@ -110,7 +110,7 @@ def _settings(folder: Path, bound: int, iterations: int, episodes: int, latency:
         "evaluate_every": 0,
         "evaluation_episodes": 1,
         "batching": {"token_budget": 4096},
-        "algorithm": {"anchor": "ewma", "sequence_is_cap": 2.0},
+        "algorithm": {"anchor": "ewma", "importance": {"name": "sequence", "cap": 2.0}},
         "rollout": {
             "mode": "async",
             "max_staleness": bound,

@@ -136,9 +136,10 @@ def synthetic_batch(hf, sequences: int, longest: int, seed: int = 0):
 
 def _steps(models, batch) -> dict[str, Callable[[], None]]:
     """The sides of the comparisons; every one accumulates gradients and none steps the optimizer."""
-    from megatron_rl.algorithm.policy_losses import StepVectors
     from megatron_rl.algorithm.step_losses import PolicyStepLoss, loss_weights
+    from megatron_rl.algorithm.whole_step import StepVectors
     from megatron_rl.backend.step import train
+    from megatron_rl.methods.aggregation import TokenMean
     from megatron_rl.training.forward import plan, policy_logprobs, prepare, readout, streams
 
     actor, _ = streams(batch)
@@ -147,7 +148,7 @@ def _steps(models, batch) -> dict[str, Callable[[], None]]:
     decisions = np.concatenate([[0], np.cumsum(batch.action_mask)])[batch.offsets]
     offsets = torch.as_tensor(decisions, device=device)
     flat = torch.zeros(int(offsets[-1]), device=device)
-    weights = loss_weights("token_mean", offsets, flat == 0, torch.as_tensor(rows, device=device))
+    weights = loss_weights(TokenMean(), offsets, flat == 0, torch.as_tensor(rows, device=device))
     vectors = StepVectors(flat + 1, flat - 2, flat - 2, None, weights, None)
     terms = PolicyStepLoss(models.config.algorithm, vectors, kl_coef=0.0)
     unpacked = models.config.batching.model_copy(update={"packed": False})

@@ -10,6 +10,7 @@ import torch
 from megatron_rl.algorithm.off_policy import accepted_decisions, importance_weights
 from megatron_rl.algorithm.step_losses import loss_weights
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.methods.aggregation import TokenMean
 
 OFFSETS, TURNS = torch.tensor([0, 3, 3, 5, 9]), torch.tensor([0, 2, 3, 5, 6, 9])
 LOG_RATIO = torch.tensor([0.5, -0.2, 1.0, -1.5, 0.3, 0.1, 0.2, 2.0, -0.1])
@@ -22,8 +23,8 @@ def algorithm(**settings) -> AlgorithmConfig:
     return AlgorithmConfig(anchor="recompute", **settings)
 
 
-def weights_of(kept=KEPT, rule="token_mean") -> torch.Tensor:
-    return loss_weights(rule, OFFSETS, kept, torch.arange(4))
+def weights_of(kept=KEPT) -> torch.Tensor:
+    return loss_weights(TokenMean(), OFFSETS, kept, torch.arange(4))
 
 
 def spans(offsets, kept=KEPT) -> list[list[int]]:
@@ -31,13 +32,14 @@ def spans(offsets, kept=KEPT) -> list[list[int]]:
 
 
 CASES = {
-    "token": (dict(token_is_cap=1.5), lambda r: [min(math.exp(x), 1.5) for x in r]),
-    "icepop": (dict(icepop=(0.5, 1.3)), lambda r: [math.exp(x) if 0.5 <= math.exp(x) <= 1.3 else 0.0 for x in r]),
-    "sequence": (dict(sequence_is_cap=2.0), lambda r: _each(r, OFFSETS, lambda xs: min(math.exp(sum(xs)), 2.0))),
-    "geometric": (dict(geometric_is_cap=1.2),
+    "token": (dict(name="token", cap=1.5), lambda r: [min(math.exp(x), 1.5) for x in r]),
+    "icepop": (dict(name="icepop", low=0.5, high=1.3),
+               lambda r: [math.exp(x) if 0.5 <= math.exp(x) <= 1.3 else 0.0 for x in r]),
+    "sequence": (dict(name="sequence", cap=2.0), lambda r: _each(r, OFFSETS, lambda xs: min(math.exp(sum(xs)), 2.0))),
+    "geometric": (dict(name="geometric", cap=1.2),
                   lambda r: _each(r, OFFSETS, lambda xs: min(math.exp(sum(xs) / len(xs)), 1.2))),
-    "turn": (dict(turn_is_cap=1.3), lambda r: _each(r, TURNS, lambda xs: min(math.exp(sum(xs)), 1.3))),
-    "turn mean": (dict(turn_is_cap=1.3, turn_is_mean=True),
+    "turn": (dict(name="turn", cap=1.3), lambda r: _each(r, TURNS, lambda xs: min(math.exp(sum(xs)), 1.3))),
+    "turn mean": (dict(name="turn", cap=1.3, mean=True),
                   lambda r: _each(r, TURNS, lambda xs: min(math.exp(sum(xs) / len(xs)), 1.3))),
 }  # fmt: skip
 
@@ -56,7 +58,7 @@ def test_weights_are_the_slow_ones(case: str, normalise: bool) -> None:
     settings, slow = CASES[case]
     weights = weights_of()
     omega, metrics = importance_weights(
-        algorithm(is_normalise=normalise, **settings), ANCHOR, BEHAVIOUR, OFFSETS, TURNS, weights
+        algorithm(importance=settings | {"normalise": normalise}), ANCHOR, BEHAVIOUR, OFFSETS, TURNS, weights
     )
     expected = slow(LOG_RATIO.tolist())
     if normalise and case in ("token", "icepop"):
@@ -79,7 +81,9 @@ def test_no_correction_is_no_weights() -> None:
 def test_a_zero_weight_keeps_the_denominator_and_a_removal_does_not() -> None:
     weights = weights_of()
     assert weights[KEPT].tolist() == pytest.approx([1 / 8] * 8) and weights[~KEPT].tolist() == [0.0]
-    omega, _ = importance_weights(algorithm(icepop=(0.5, 1.3)), ANCHOR, BEHAVIOUR, OFFSETS, TURNS, weights)
+    omega, _ = importance_weights(
+        algorithm(importance={"name": "icepop", "low": 0.5, "high": 1.3}), ANCHOR, BEHAVIOUR, OFFSETS, TURNS, weights
+    )
     assert int((omega[KEPT] == 0).sum()) == 4 and float(weights.sum()) == pytest.approx(1)
 
 
@@ -93,14 +97,14 @@ REJECTIONS = {
 
 @pytest.mark.parametrize("rule", REJECTIONS)
 def test_rejection_is_the_slow_one(rule: str) -> None:
-    kept = accepted_decisions(algorithm(rejection=rule, rejection_max=0.3), ANCHOR, BEHAVIOUR, OFFSETS, KEPT)
+    kept = accepted_decisions(algorithm(rejection={"unit": rule, "max": 0.3}), ANCHOR, BEHAVIOUR, OFFSETS, KEPT)
     expected = [j for span in spans(OFFSETS) for j in REJECTIONS[rule](span)]
     assert kept.nonzero().flatten().tolist() == expected and 0 < len(expected) < int(KEPT.sum())
 
 
 def test_rejection_on_k1_has_two_sides() -> None:
-    settings = dict(rejection="token", rejection_estimator="k1", rejection_max=1.0, rejection_min=-0.4)
-    kept = accepted_decisions(algorithm(**settings), ANCHOR, BEHAVIOUR, OFFSETS, KEPT)
+    rejection = {"unit": "token", "estimator": "k1", "max": 1.0, "min": -0.4}
+    kept = accepted_decisions(algorithm(rejection=rejection), ANCHOR, BEHAVIOUR, OFFSETS, KEPT)
     assert kept.tolist() == [bool(k) and -1.0 <= x <= 0.4 for k, x in zip(KEPT, LOG_RATIO, strict=True)]
 
 
@@ -112,5 +116,5 @@ def test_veto_removes_whole_sequences_and_ignores_what_is_gone() -> None:
 
 
 def test_all_rejected_leaves_nothing() -> None:
-    kept = accepted_decisions(algorithm(rejection="token", rejection_max=-1.0), ANCHOR, BEHAVIOUR, OFFSETS, KEPT)
-    assert not kept.any() and not loss_weights("token_mean", OFFSETS, kept, torch.arange(4)).any()
+    kept = accepted_decisions(algorithm(rejection={"unit": "token", "max": -1.0}), ANCHOR, BEHAVIOUR, OFFSETS, KEPT)
+    assert not kept.any() and not loss_weights(TokenMean(), OFFSETS, kept, torch.arange(4)).any()

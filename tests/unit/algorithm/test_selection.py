@@ -9,7 +9,7 @@ from megatron_rl.config import AlgorithmConfig, RunConfig
 from megatron_rl.errors import ConfigError
 from tests.unit.algorithm.batches import batch_of
 
-DAPO = AlgorithmConfig(advantage="grpo", anchor="recompute", dynamic_sampling=True)
+DAPO = AlgorithmConfig(estimator="grpo", anchor="recompute", dynamic_sampling={})
 
 
 def test_excluded_and_empty_trajectories_are_not_in_play() -> None:
@@ -32,7 +32,7 @@ def test_groups_of_equal_rewards_are_dropped() -> None:
 
 
 def test_leave_one_out_drops_who_is_left_alone() -> None:
-    rloo = AlgorithmConfig(advantage="rloo", anchor="recompute")
+    rloo = AlgorithmConfig(estimator="rloo", anchor="recompute")
     batch = batch_of([[1]] * 4, [0.0, 1.0, 2.0, 3.0], ["a", "a", "b", "b"], outcomes=["completed"] * 3 + ["aborted"])
     found = select(rloo, batch)
     assert found.rows.tolist() == [0, 1] and found.metrics["sampling/alone"] == 1
@@ -42,8 +42,8 @@ def test_leave_one_out_drops_who_is_left_alone() -> None:
 def test_groups_of_one_are_refused_at_the_first_batch(advantage: str) -> None:
     batch = batch_of([[1], [1]], [0.0, 1.0], ["a", "b"])
     with pytest.raises(ConfigError, match="maps_per_prompt"):
-        select(AlgorithmConfig(advantage=advantage, anchor="recompute"), batch)
-    assert select(AlgorithmConfig(advantage="batch_mean", anchor="recompute"), batch).rows.tolist() == [0, 1]
+        select(AlgorithmConfig(estimator=advantage, anchor="recompute"), batch)
+    assert select(AlgorithmConfig(estimator="batch_mean", anchor="recompute"), batch).rows.tolist() == [0, 1]
 
 
 def test_refill_is_what_is_missing_in_whole_groups() -> None:

@@ -144,7 +144,7 @@ def test_contradictions_are_refused_at_load(rollout: dict, match: str) -> None:
 
 
 def test_a_level_of_single_responses_is_refused_for_group_methods() -> None:
-    plain = {"algorithm": {"advantage": "grpo", "anchor": "recompute"}}
+    plain = {"algorithm": {"estimator": "grpo", "anchor": "recompute"}}
     options = {"environment_options": {"maps_per_prompt": 4}, "curriculum": {"levels": [{"maps_per_prompt": 1}, {}]}}
     with pytest.raises(ConfigError, match="maps_per_prompt"):
         parse_config({**plain, "rollout": options})

@@ -111,7 +111,7 @@ def test_phase_offload_holds_one_model_at_a_time() -> None:
 
 def test_a_run_without_a_critic_is_planned_without_one() -> None:
     plan = plan_launch(
-        run(parallel={"tensor": 4, "expert": 8}, algorithm={"advantage": "grpo"}), Cluster(8, 8), read_hf_config(BIG)
+        run(parallel={"tensor": 4, "expert": 8}, algorithm={"estimator": "grpo"}), Cluster(8, 8), read_hf_config(BIG)
     )
     assert plan.critic is None and plan.bytes_per_gpu == plan.actor.weights + plan.actor.working
     assert not any(line.startswith("critic") or "models'" in line for line in describe(plan))

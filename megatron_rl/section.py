@@ -1,4 +1,4 @@
-"""What all sections have in common: frozen, unknown keys refused, attribute docstrings kept as field descriptions."""
+"""What all sections of the configuration have in common: frozen, unknown keys refused, docstrings of fields kept."""
 
 from __future__ import annotations
 

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.algorithm.policy_losses import StepSegments, StepVectors, whole_step_loss
 from megatron_rl.algorithm.step_losses import PolicyStepLoss, loss_weights
+from megatron_rl.algorithm.whole_step import StepVectors, whole_step_loss
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.methods import Segments
+from megatron_rl.methods.aggregation import SequenceMean
 from tests.reference import methods
 
 COUNTS = (5, 0, 7, 1, 4, 6)
@@ -18,8 +20,11 @@ GROUPS = ("a", "a", "a", "b", "b", "c")
 CORRECT = (True, False, False, True, False, True)
 
 
-def algorithm(policy_loss: str, **settings) -> AlgorithmConfig:
-    return AlgorithmConfig(policy_loss=policy_loss, anchor="recompute", **settings)
+def algorithm(name: str, *, estimator="gae", aggregation=None, entropy_coef: float = 0.0, **options) -> AlgorithmConfig:
+    return AlgorithmConfig(
+        policy={"name": name} | options, estimator=estimator, aggregation=aggregation, entropy_coef=entropy_coef,
+        anchor="recompute",
+    )  # fmt: skip
 
 
 class Step:
@@ -41,9 +46,9 @@ class Step:
             advantages = firsts.repeat_interleave(cut.diff())
         groups = torch.tensor([ord(g) for g in GROUPS])
         kept = torch.ones(total, dtype=torch.bool)
-        weights = loss_weights(algorithm.aggregation, self.offsets, kept, groups, algorithm.aggregation_constant)
+        weights = loss_weights(algorithm.decision_weights, self.offsets, kept, groups)
         self.vectors = StepVectors(advantages, anchor, anchor, None, weights, None)
-        self.segments = StepSegments(self.offsets, self.turns, groups, torch.tensor(CORRECT))
+        self.segments = Segments(self.offsets, self.turns, groups, torch.tensor(CORRECT))
 
     def responses(self) -> tuple[torch.Tensor, list[methods.Response]]:
         leaf = self.logprobs.double().requires_grad_()
@@ -55,12 +60,12 @@ class Step:
         ]  # fmt: skip
 
 
-SEQUENCE = dict(advantage="grpo", aggregation="sequence_mean")
-DRPO = dict(advantage="none", aggregation="prompt_mean", overlong_length=9, drpo_tau=2.0, drpo_beta=3.0)
+SEQUENCE = dict(estimator="grpo")
+DRPO = dict(estimator="none", max_length=9, tau=2.0, beta=3.0)
 CASES = {
     "gspo": (SEQUENCE | dict(clip_low=0.01, clip_high=0.02), "sequence", lambda r: methods.gspo(r, 0.01, 0.02)),
     "gmpo": (SEQUENCE, "sequence", lambda r: methods.gmpo(r, 0.4)),
-    "turn_ppo": (dict(advantage="turn_gae"), "turn", lambda r: methods.turn_ppo(r, 0.2)),
+    "turn_ppo": (dict(estimator="turn_gae"), "turn", lambda r: methods.turn_ppo(r, 0.2)),
     "turn_is": (dict(aggregation="sequence_sum_mean"), "decision", lambda r: methods.turn_is(r, 0.2)[0]),
     "drpo": (DRPO, "sequence",
              lambda r: methods.drpo(r, tau=2.0, lam=0.1, beta=3.0, delta=1e-4, max_length=9)),
@@ -72,7 +77,7 @@ def test_coefficients_are_the_gradient_of_the_slow_loss(kind: str) -> None:
     settings, per, slow = CASES[kind]
     chosen = algorithm(kind, **settings)
     step = Step(chosen, per)
-    found = whole_step_loss(chosen, step.logprobs, step.vectors, step.segments)
+    found = whole_step_loss(chosen.policy, step.logprobs, step.vectors, step.segments)
     leaf, responses = step.responses()
     loss = slow(responses)
     (expected,) = torch.autograd.grad(loss, leaf)
@@ -86,7 +91,7 @@ def test_gspo_token_is_gspo_where_a_sequence_has_one_advantage() -> None:
     settings = SEQUENCE | dict(clip_low=0.01, clip_high=0.02)
     step = Step(algorithm("gspo", **settings), "sequence")
     found = [
-        whole_step_loss(algorithm(kind, **settings), step.logprobs, step.vectors, step.segments)
+        whole_step_loss(algorithm(kind, **settings).policy, step.logprobs, step.vectors, step.segments)
         for kind in ("gspo", "gspo_token")
     ]
     torch.testing.assert_close(found[0].coefficients, found[1].coefficients)
@@ -106,22 +111,22 @@ def test_bias_correction_divides_by_the_exact_norm() -> None:
         seen.append(coefficients)
         return 2.5
 
-    found = whole_step_loss(chosen, step.logprobs, step.vectors, step.segments, norm)
+    found = whole_step_loss(chosen.policy, step.logprobs, step.vectors, step.segments, norm)
     torch.testing.assert_close(seen[0].double(), cut, rtol=1e-5, atol=1e-7)
     assert float(cut.abs().max()) > 0.1
     torch.testing.assert_close(found.coefficients.double(), gradient / 2.5, rtol=1e-5, atol=1e-7)
     assert found.metrics["actor/clipping_bias"] == 2.5
     assert 0 < found.metrics["actor/clip_ratio_extreme2"] < 1 and found.metrics["actor/clip_ratio_extreme5"] >= 0
-    small = whole_step_loss(chosen, step.logprobs, step.vectors, step.segments, lambda c: 0.5)
+    small = whole_step_loss(chosen.policy, step.logprobs, step.vectors, step.segments, lambda c: 0.5)
     torch.testing.assert_close(small.coefficients.double(), gradient, rtol=1e-5, atol=1e-7)
 
 
 def test_the_bound_is_no_smaller_than_the_norm_over_logits() -> None:
     chosen = algorithm("s_ppo", aggregation="sequence_sum_mean")
     step = Step(chosen, "decision", scale=0.8)
-    found = whole_step_loss(chosen, step.logprobs, step.vectors, step.segments)
+    found = whole_step_loss(chosen.policy, step.logprobs, step.vectors, step.segments)
     assert found.metrics["actor/clipping_bias"] > 1
-    free = whole_step_loss(chosen, step.logprobs, step.vectors, step.segments, lambda c: 0.0)
+    free = whole_step_loss(chosen.policy, step.logprobs, step.vectors, step.segments, lambda c: 0.0)
     ratio = free.coefficients[free.coefficients != 0] / found.coefficients[free.coefficients != 0]
     torch.testing.assert_close(ratio, torch.full_like(ratio, found.metrics["actor/clipping_bias"]), rtol=1e-5, atol=0)
 
@@ -132,11 +137,11 @@ def test_removed_decisions_are_off_the_timeline() -> None:
     step = Step(chosen, "sequence")
     kept = torch.ones(sum(COUNTS), dtype=torch.bool)
     kept[[0, 6, 7, 12]] = False
-    weights = loss_weights("sequence_mean", step.offsets, kept, step.segments.groups)
+    weights = loss_weights(SequenceMean(), step.offsets, kept, step.segments.groups)
     poisoned = torch.where(kept, step.logprobs, torch.nan)
     advantages, anchor = (torch.where(kept, x, torch.nan) for x in (step.vectors.advantages, step.vectors.anchor))
     vectors = StepVectors(advantages, poisoned, anchor, None, weights, None)
-    found = whole_step_loss(chosen, poisoned, vectors, step.segments)
+    found = whole_step_loss(chosen.policy, poisoned, vectors, step.segments)
     leaf, responses = step.responses()
     rest = []
     for r, start in zip(responses, [int(o) for o, n in zip(step.offsets, COUNTS, strict=False) if n], strict=True):
@@ -169,7 +174,7 @@ def test_micro_batches_add_up_to_the_whole_step() -> None:
     """Whatever slots a micro-batch holds, gradients and logged sums are those of the whole."""
     chosen = algorithm("gmpo", **SEQUENCE, entropy_coef=0.1)
     step = Step(chosen, "sequence")
-    whole = whole_step_loss(chosen, step.logprobs, step.vectors, step.segments)
+    whole = whole_step_loss(chosen.policy, step.logprobs, step.vectors, step.segments)
     terms, total = PolicyStepLoss(chosen, step.vectors, 0.0, whole), sum(COUNTS)
     parts = torch.randperm(total, generator=torch.Generator().manual_seed(1)).split(5)
     logprobs = step.logprobs.clone().requires_grad_()
