@@ -18,15 +18,13 @@ from megatron.core.transformer.module import Float16Module
 from megatron_rl.backend import platform
 from megatron_rl.backend.layers import layer_spec, own_expert_outputs
 from megatron_rl.backend.logprobs import KeepHidden, ValueHead
-from megatron_rl.backend.replay import RouteRegistry
-from megatron_rl.backend.routing import group_limited
+from megatron_rl.backend.replay import RouteRegistry, group_limited
 from megatron_rl.backend.topology import Topology, check_model_fits
 from megatron_rl.config import ParallelConfig, PerformanceConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hf.config import HFModelConfig
 
 Role = Literal["policy", "value"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ReleasableDataParallel(DistributedDataParallel):

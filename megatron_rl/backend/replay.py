@@ -17,16 +17,19 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_rl.backend.routing import Choice
 from megatron_rl.errors import ConfigError, RouteError
+from megatron_rl.hf.architecture import Groups
 
 MISSING = -1
 """Id of a row that was not recorded: the router chooses natively for it."""
+TopK = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""(scores float [t, E], k) → (the chosen scores [t, k], their experts int64 [t, k])."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,10 @@ class RouterHandle:
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
         """The interface Megatron's top-k asks: (scores at the chosen ids, the ids [t, k])."""
-        if self.registry.choose is None:
+        if self.registry.native_topk is None:
             values, native = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         else:
-            values, native = self.registry.choose(scores, topk)
+            values, native = self.registry.native_topk(scores, topk)
         rows = self._rows
         if rows is None:
             return values, native
@@ -164,11 +167,11 @@ class RouteRegistry:
 
     Args:
         chunks: unwrapped model chunks of this rank.
-        choose: the model's own top-k, where Megatron's is another.
+        native_topk: the model's own top-k where Megatron's differs; None: Megatron's.
     """
 
-    def __init__(self, chunks: list[torch.nn.Module], choose: Choice | None = None) -> None:
-        self.choose = choose
+    def __init__(self, chunks: list[torch.nn.Module], native_topk: TopK | None = None) -> None:
+        self.native_topk = native_topk
         self.handles: list[RouterHandle] = []
         self._of_chunk: list[list[RouterHandle]] = []
         for chunk in chunks:
@@ -259,6 +262,22 @@ class RouteRegistry:
                         found=handle.calls,
                         expected=f"{micro_batches} or {2 * micro_batches}",
                     )
+
+
+def group_limited(groups: Groups) -> TopK:
+    """Top-k inside the best groups of experts (arXiv 2405.04434 §2.1.2; arXiv 2412.19437 §2.1.2).
+
+    A group scores the sum of its `best` highest experts, a number of the model's; Megatron's group-limited top-k sums
+    the k // chosen highest instead.
+    """
+
+    def topk(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        grouped = scores.unflatten(1, (groups.count, -1))
+        ranking = grouped.topk(groups.best, 2).values.sum(2)
+        used = torch.zeros_like(ranking, dtype=torch.bool).scatter_(1, ranking.topk(groups.chosen, 1).indices, True)
+        return torch.where(used[:, :, None], grouped, -torch.inf).flatten(1).topk(k, 1)
+
+    return topk
 
 
 def refuse_unreplayable(router: torch.nn.Module) -> None:
