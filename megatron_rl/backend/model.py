@@ -342,6 +342,11 @@ def _mark_experts(chunk: GPTModel) -> None:
             parameter.sequence_parallel = False
 
 
+def route_registry(hf: HFModelConfig, chunks: list[GPTModel]) -> RouteRegistry:
+    """Registry of all routers of these bare chunks; natively they choose as the family does."""
+    return RouteRegistry(chunks, group_limited(hf.router.groups) if hf.router.groups else None)
+
+
 def build_model(
     hf: HFModelConfig,
     config: TransformerConfig,
@@ -362,7 +367,7 @@ def build_model(
     bare = [chunk.to(platform.device()) for chunk in bare]
     for chunk in bare:
         _mark_experts(chunk)
-    registry = RouteRegistry(bare, group_limited(hf.router.groups) if hf.router.groups else None)
+    registry = route_registry(hf, bare)
     wrapped = [Float16Module(config, chunk) for chunk in bare] if config.bf16 else bare
     for handle in registry.handles:
         # Float16Module casts buffers too; the bias decides near ties and is stored in float32.

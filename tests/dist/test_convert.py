@@ -24,6 +24,7 @@ from megatron_rl.training.update import update_actor, update_critic
 from tests.dist.experiment import Weights, start, whole
 from tests.dist.pool import RankPool
 from tests.dist.scenario import Layout, Scenario
+from tests.hf.models import write_model
 
 LAYOUTS = [
     Layout("TP2 PP2 EP2", 4, dict(tensor=2, pipeline=2, expert=2)),
@@ -73,6 +74,11 @@ def test_transformers_gives_the_outputs_of_megatron(saved, tmp_path, ranks: Rank
     convert(source, tmp_path / "out", make_plan(source))
     (found,) = ranks.run(compared, 1, tmp_path / "out")
     assert found.difference <= 1e-5 and found.scale > 0.1 and found.same_choice == found.positions == 24
+
+
+def test_a_family_with_group_limited_routing_is_compared_with_its_own_router(tmp_path, ranks: RankPool) -> None:
+    (found,) = ranks.run(compared, 1, write_model(tmp_path, "deepseek_v3"))
+    assert found.difference <= 1e-5 and found.scale > 0.1
 
 
 def compared(path: Path):
