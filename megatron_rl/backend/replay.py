@@ -1,8 +1,7 @@
 """Rollout Routing Replay (arXiv 2510.11370): recorded expert ids take the place of every router's top-k.
 
 Routes belong to a micro-batch, handles belong to a model: a registry walks the live model's routers, each of which
-carries
-its layer number, so actor, critic, reference and MTP layers never mix. Gate weights are still computed from the
+carries its layer number, so actor, critic, reference and MTP layers never mix. Gate weights are still computed from the
 training logits over the replayed ids with the model's own score function, so routers keep their gradients.
 
 Invariants (violations raise RouteError):
@@ -55,7 +54,7 @@ class RouterLosses:
 
 
 class RouterHandle:
-    """Plugs into one router: chooses experts, counts, attaches router losses."""
+    """Hooks one router: replaces its top-k by recorded experts, counts agreement and load, attaches router losses."""
 
     def __init__(self, router: TopKRouter, layer: int, registry: RouteRegistry) -> None:
         self.router, self.layer, self.registry = router, layer, registry
@@ -68,7 +67,7 @@ class RouterHandle:
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        """Forget counts and sums of the step before."""
+        """Zero the counts and sums of the previous step."""
         device = self.router.weight.device
         self.agreed = torch.zeros(2, dtype=torch.float64, device=device)
         self.missing = torch.zeros(2, dtype=torch.float64, device=device)
@@ -87,7 +86,7 @@ class RouterHandle:
         return self._route(logits, *args, **kwargs)
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
-        """The interface Megatron's top-k asks: (scores at the chosen ids, the ids [t, k])."""
+        """Called by Megatron in place of its top-k. Returns (scores at the chosen ids [t, k], the ids int64 [t, k])."""
         if self.registry.native_topk is None:
             values, native = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         else:
@@ -163,7 +162,7 @@ class _AttachLoss(torch.autograd.Function):
 
 
 class RouteRegistry:
-    """All routers of one live model (its chunks on this rank), and the micro-batch they are at.
+    """All routers of one live model (its chunks on this rank), and the micro-batch being computed.
 
     Args:
         chunks: unwrapped model chunks of this rank.
@@ -281,7 +280,7 @@ def group_limited(groups: Groups) -> TopK:
 
 
 def refuse_unreplayable(router: torch.nn.Module) -> None:
-    """Stop at start where routing cannot be replayed.
+    """Refuse, when the model is built, a router whose routing cannot be replayed.
 
     Raises:
         ConfigError: names the router setting and what to change.
