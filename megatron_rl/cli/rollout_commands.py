@@ -15,7 +15,7 @@ def validate(
     no_replay: bool = typer.Option(False, help="Accept rollouts without routes."),
 ) -> None:
     """Check recorded rollouts and print every fault: file, row, field, found, expected. Exit code 1 if there is one."""
-    from megatron_rl.rollouts.describe import validate_path
+    from megatron_rl.observe.rollout_tables import validate_path
 
     raise typer.Exit(
         validate_path(path, replay=not no_replay, temperature=temperature, current_version=current_version)
