@@ -15,8 +15,8 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl.errors import RolloutError  # noqa: E402
+from megatron_rl.observe.rollout_tables import describe, trajectory_view  # noqa: E402
 from megatron_rl.rollouts import read_batch, trajectory_at  # noqa: E402
-from megatron_rl.rollouts.describe import describe, trajectory_view  # noqa: E402
 
 
 def main() -> int:

@@ -153,8 +153,8 @@ FAULTS = (
     Fault(
         "gradient norm: shards taken for copies",
         "backend/optimizer.py",
-        "copies(self.model, place) // (data_ranks(self.model, place) if sharded else 1)",
-        "copies(self.model, place)",
+        "replicas(self.model, local) // (optimizer_shards(self.model, local) if sharded else 1)",
+        "replicas(self.model, local)",
         LAYOUT.format("dp4"),
     ),
     Fault(

@@ -1,12 +1,11 @@
 """Other weights in the live model: the EWMA anchor of PPO-EWMA (arXiv 2110.00641) and a frozen reference policy.
 
-Both live where the float32 main weights live, sharded with the distributed optimizer; no second model exists.
-Swapping in
-is a copy and an all-gather, and swapping out restores the trained weights bit for bit:
+Both are stored like the float32 main weights, sharded with the distributed optimizer; no second model exists. Swapping
+in is a copy and an all-gather, and swapping out restores the trained weights bit for bit:
 
-* where main weights *are* the model's memory (float32), they are stashed first and copied back;
-* where they are apart (bfloat16), they are never written: the model's copies are made from the anchor, then from
-  them again.
+* main weights that alias the model's memory (float32) are stashed first and copied back;
+* main weights apart from it (bfloat16) are never written: the model's weights are copied from the anchor, and
+  afterwards from the main weights again.
 """
 
 from __future__ import annotations
@@ -36,26 +35,28 @@ def swapped_in(optimizer: Optimizer, weights: list[torch.Tensor]) -> Iterator[No
         weights: one tensor per `main_weights` entry.
     """
     pairs = [pair for part in optimizer.parts for pair in main_copies(part)]
-    aliased = aliased_mains(optimizer)
+    aliased = mains_alias_model(optimizer)
     stash = [main.detach().clone() if alias else None for (main, _), alias in zip(pairs, aliased, strict=True)]
     with torch.no_grad():
-        _show(optimizer, [main for main, _ in pairs], aliased, weights)
+        _compute_with(optimizer, [main for main, _ in pairs], aliased, weights)
     try:
         yield
     finally:
         with torch.no_grad():
             kept = [main if saved is None else saved for (main, _), saved in zip(pairs, stash, strict=True)]
-            _show(optimizer, [main for main, _ in pairs], aliased, kept)
+            _compute_with(optimizer, [main for main, _ in pairs], aliased, kept)
 
 
-def aliased_mains(optimizer: Optimizer) -> list[bool]:
-    """Of each `main_weights` entry, whether it is the model's own memory (float32) and no copy beside it."""
+def mains_alias_model(optimizer: Optimizer) -> list[bool]:
+    """For each entry of `main_weights`: whether it shares memory with a model parameter (float32)."""
     chunks = optimizer.model.bare
     owned = {weight.untyped_storage().data_ptr() for chunk in chunks for weight in chunk.parameters()}
     return [main.untyped_storage().data_ptr() in owned for main in main_weights(optimizer)]
 
 
-def _show(optimizer: Optimizer, mains: list[torch.Tensor], aliased: list[bool], weights: list[torch.Tensor]) -> None:
+def _compute_with(
+    optimizer: Optimizer, mains: list[torch.Tensor], aliased: list[bool], weights: list[torch.Tensor]
+) -> None:
     """Make the model compute with `weights`, leaving separate main weights as they are."""
     originals = []
     for main, alias, weight in zip(mains, aliased, weights, strict=True):

@@ -1,9 +1,8 @@
 """Packed, context-parallel causal attention for machines without Transformer Engine.
 
-Megatron's local attention knows neither packed (THD) sequences nor context parallelism. This one gathers keys and
-values
-over the context-parallel group and runs `scaled_dot_product_attention` on buckets of segments of similar length.
-What goes where is worked out once per micro-batch (`AttentionPlan`), not once per layer.
+Megatron's local attention supports neither packed (THD) sequences nor context parallelism. This one gathers keys and
+values over the context-parallel group and runs `scaled_dot_product_attention` on buckets of segments of similar length.
+The index tensors of a micro-batch (`attention_plan`) are computed once, not once per layer.
 """
 
 from __future__ import annotations

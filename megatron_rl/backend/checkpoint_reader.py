@@ -37,7 +37,7 @@ class StoredTensors:
                 found=repr(error),
                 expected="the states of a run's checkpoint",
             ) from error
-        self._places: dict[MetadataIndex, Any] = metadata.storage_data
+        self._storage: dict[MetadataIndex, Any] = metadata.storage_data
         self._tensors = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
@@ -50,7 +50,7 @@ class StoredTensors:
         return {key[cut:]: tuple(entry.size) for key, entry in self._tensors.items() if key.startswith(prefix)}
 
     def prefixes(self) -> list[str]:
-        """The `<agent>.<state>.` that occur, sorted."""
+        """The `<role>.<state>.` that occur, sorted."""
         return sorted({".".join(key.split(".")[:2]) + "." for key in self._tensors})
 
     def read(self, key: str, region: Sequence[slice]) -> Tensor:
@@ -80,7 +80,7 @@ class StoredTensors:
         return out
 
     def _chunk(self, key: str, offsets: torch.Size) -> Tensor:
-        place = self._places[MetadataIndex(key, offsets)]
+        place = self._storage[MetadataIndex(key, offsets)]
         path = self.directory / place.relative_path
         try:
             with open(path, "rb") as stream:

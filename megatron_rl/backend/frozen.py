@@ -13,20 +13,20 @@ import torch
 
 from megatron_rl.backend.anchor import copy_main_to_model
 from megatron_rl.backend.optimizer import Optimizer
-from megatron_rl.backend.parameters import Place, main_copies, places
+from megatron_rl.backend.parameters import LocalParameter, local_parameters, main_copies
 
-Frozen = Callable[[Place], bool]
+Frozen = Callable[[LocalParameter], bool]
 
 
-def attention(place: Place) -> bool:
+def attention(local: LocalParameter) -> bool:
     """Projections of attention and their query and key norms; the norm before attention trains."""
-    return place.canonical.startswith("self_attention.")
+    return local.canonical.startswith("self_attention.")
 
 
 @torch.no_grad()
 def step_without(optimizer: Optimizer, frozen: Frozen) -> tuple[bool, float]:
     """`Optimizer.step` for all but the frozen parameters. Collective."""
-    held = [place.parameter for place in places(optimizer.model) if frozen(place)]
+    held = [local.tensor for local in local_parameters(optimizer.model) if frozen(local)]
     for parameter in held:
         parameter.main_grad.zero_()
     ids = {id(parameter) for parameter in held}

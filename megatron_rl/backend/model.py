@@ -18,15 +18,13 @@ from megatron.core.transformer.module import Float16Module
 from megatron_rl.backend import platform
 from megatron_rl.backend.layers import layer_spec, own_expert_outputs
 from megatron_rl.backend.logprobs import KeepHidden, ValueHead
-from megatron_rl.backend.replay import RouteRegistry
-from megatron_rl.backend.routing import group_limited
+from megatron_rl.backend.replay import RouteRegistry, group_limited
 from megatron_rl.backend.topology import Topology, check_model_fits
 from megatron_rl.config import ParallelConfig, PerformanceConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hf.config import HFModelConfig
 
 Role = Literal["policy", "value"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ReleasableDataParallel(DistributedDataParallel):
@@ -344,6 +342,11 @@ def _mark_experts(chunk: GPTModel) -> None:
             parameter.sequence_parallel = False
 
 
+def route_registry(hf: HFModelConfig, chunks: list[GPTModel]) -> RouteRegistry:
+    """Registry of all routers of these bare chunks; natively they choose as the family does."""
+    return RouteRegistry(chunks, group_limited(hf.router.groups) if hf.router.groups else None)
+
+
 def build_model(
     hf: HFModelConfig,
     config: TransformerConfig,
@@ -364,7 +367,7 @@ def build_model(
     bare = [chunk.to(platform.device()) for chunk in bare]
     for chunk in bare:
         _mark_experts(chunk)
-    registry = RouteRegistry(bare, group_limited(hf.router.groups) if hf.router.groups else None)
+    registry = route_registry(hf, bare)
     wrapped = [Float16Module(config, chunk) for chunk in bare] if config.bf16 else bare
     for handle in registry.handles:
         # Float16Module casts buffers too; the bias decides near ties and is stored in float32.

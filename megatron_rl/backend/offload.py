@@ -1,10 +1,11 @@
-"""Phase offload: of two models on the same ranks, only the one at work holds gradients and optimizer states on device.
+"""Phase offload: of two models on the same ranks, only the one being updated has gradients and optimizer states on
+the device.
 
-Weights stay where they are (the other model is scored with them). Gradient buffers are freed and made again, not
-copied: between updates they hold nothing. Moments, separate float32 main weights and the EWMA average move to the CPU.
-Main weights that alias the model's memory (float32) are weights and stay.
+Model weights stay on the device, for scoring. Gradient buffers are freed and allocated again, not copied: between
+updates they hold nothing. Moments, separate float32 main weights and the EWMA average move to the CPU. Main weights
+that alias the model's memory (float32) stay.
 
-Megatron's own `offload_to_cpu` would move those too and cut their tie to the model, so it is not used.
+Megatron's own `offload_to_cpu` would move those too and detach them from the model, so it is not used.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_rl.backend import platform
-from megatron_rl.backend.anchor import Anchor, aliased_mains, main_weights
+from megatron_rl.backend.anchor import Anchor, main_weights, mains_alias_model
 from megatron_rl.backend.optimizer import Optimizer
 
 _CPU = torch.device("cpu")
@@ -64,7 +65,7 @@ def _states(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _move(optimizer: Optimizer, anchor: Anchor | None, device: torch.device) -> None:
-    for main, alias in zip(main_weights(optimizer), aliased_mains(optimizer), strict=True):
+    for main, alias in zip(main_weights(optimizer), mains_alias_model(optimizer), strict=True):
         if not alias:
             main.data = main.data.to(device)
     for part in optimizer.parts:

@@ -1,5 +1,4 @@
-"""Megatron's optimizer under one contract: gradients arrive summed, the global norm is right, a bad step changes
-nothing."""
+"""Megatron's optimizer on summed gradients, clipped by the true global norm; a non-finite norm skips the step."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_rl.backend import platform
 from megatron_rl.backend.model import Model
-from megatron_rl.backend.parameters import copies, data_ranks, main_copies, places
+from megatron_rl.backend.parameters import local_parameters, main_copies, optimizer_shards, replicas
 from megatron_rl.config import OptimizerConfig
 
 
@@ -30,20 +29,20 @@ class Optimizer:
 
     @property
     def parts(self) -> list[MegatronOptimizer]:
-        """Megatron chains one optimizer for dense and one for expert parameters; parts without parameters are left
-        out."""
+        """Megatron's chained optimizers, one for dense and one for expert parameters; those without parameters are
+        left out."""
         chained = getattr(self.megatron, "chained_optimizers", [self.megatron])
         return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
 
     def learning_rate(self) -> float:
-        """Rate of the next step: linear warm-up, then constant or a linear fall to `min_lr`."""
+        """Rate of the next step: linear warm-up, then constant or linear decay to `min_lr`."""
         config, step = self.config, self.steps + 1
         if step <= config.warmup_steps:
             return config.lr * step / config.warmup_steps
         if not config.decay_steps:
             return config.lr
-        fallen = min(1.0, (step - config.warmup_steps) / config.decay_steps)
-        return config.lr + fallen * (config.min_lr - config.lr)
+        decayed = min(1.0, (step - config.warmup_steps) / config.decay_steps)
+        return config.lr + decayed * (config.min_lr - config.lr)
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float]:
@@ -75,19 +74,18 @@ class Optimizer:
         """‖g‖₂ over every distinct parameter of the model, float64.
 
         Megatron before 0.19 leaves expert gradients of all but the first tensor-parallel rank out of the norm under
-        expert + tensor parallelism (Megatron-LM#5916): it takes a parameter's `tensor_model_parallel` mark for the
-        question
-        whether ranks hold copies. Here each gradient is divided by the number of ranks that hold it, which the
-        conversion table knows. Can go when 0.19 is the oldest supported version.
+        expert + tensor parallelism (Megatron-LM#5916): it infers from a parameter's `tensor_model_parallel` mark
+        whether ranks hold copies of it. Here each squared gradient is divided by the number of ranks that hold it,
+        known from the conversion table's split. Can go when 0.19 is the oldest supported version.
         """
         square = torch.zeros((), dtype=torch.float64, device=platform.device())
-        by_parameter = {id(place.parameter): place for place in places(self.model)}
+        by_parameter = {id(local.tensor): local for local in local_parameters(self.model)}
         sharded = self.model.topology.config.distributed_optimizer
         for part in self.parts:
             for main, parameter in main_copies(part):
-                place = by_parameter[id(parameter)]
-                if main.grad is not None and not place.shared:
-                    holders = copies(self.model, place) // (data_ranks(self.model, place) if sharded else 1)
+                local = by_parameter[id(parameter)]
+                if main.grad is not None and not local.shared:
+                    holders = replicas(self.model, local) // (optimizer_shards(self.model, local) if sharded else 1)
                     square += main.grad.double().square().sum() / holders
         dist.all_reduce(square)
         return math.sqrt(square.item())
@@ -102,8 +100,8 @@ class Optimizer:
 def build_optimizer(model: Model, config: OptimizerConfig) -> Optimizer:
     """AdamW over a model's parameters, sharded over data ranks where the layout says so.
 
-    Gradients of a step are summed over micro-batches and data ranks and divided by nobody: our finaliser passes no
-    token count on.
+    Gradients of a step are summed over micro-batches and data ranks and never divided: `_sum_gradients` passes no
+    token count to Megatron.
     """
     settings = MegatronOptimizerConfig(
         optimizer="adam",

@@ -1,5 +1,4 @@
-"""What every live parameter is: its canonical name, global layer and expert, how it is cut, and its float32 main
-copy."""
+"""Live parameters by canonical name, global layer, global expert and split, and their float32 main copies."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from megatron_rl.hf.table import Split
 
 
 @dataclass(frozen=True)
-class Place:
-    """One parameter of this rank."""
+class LocalParameter:
+    """One parameter of this rank (its tensor-parallel shard), or a buffer that checkpoints hold."""
 
     canonical: str
     layer: int | None
@@ -28,16 +27,15 @@ class Place:
     expert: int | None
     """Global, 0-based."""
     split: Split
-    parameter: torch.Tensor
-    """A parameter, or a buffer that checkpoints hold."""
+    tensor: torch.Tensor
 
     @property
     def shared(self) -> bool:
         """The last stage's copy of a tied embedding: the first stage's is the one that counts."""
-        return bool(getattr(self.parameter, "shared", False))
+        return bool(getattr(self.tensor, "shared", False))
 
 
-def places(model: Model) -> Iterator[Place]:
+def local_parameters(model: Model) -> Iterator[LocalParameter]:
     """Every parameter of this rank's chunks, in order.
 
     Raises:
@@ -45,47 +43,47 @@ def places(model: Model) -> Iterator[Place]:
     """
     for chunk in model.bare:
         for name, parameter in chunk.named_parameters():
-            yield _place(model, chunk, name, parameter)
+            yield _local_parameter(model, chunk, name, parameter)
 
 
-def stored_places(model: Model) -> Iterator[Place]:
-    """`places`, and the buffers that checkpoints hold: the routers' expert biases, which no optimizer sees."""
-    yield from places(model)
+def stored_parameters(model: Model) -> Iterator[LocalParameter]:
+    """`local_parameters` and the buffers that checkpoints hold: the routers' expert biases, which no optimizer sees."""
+    yield from local_parameters(model)
     for chunk in model.bare:
         for name, buffer in chunk.named_buffers():
             if name.endswith(".router.expert_bias"):
-                yield _place(model, chunk, name, buffer)
+                yield _local_parameter(model, chunk, name, buffer)
 
 
-def _place(model: Model, chunk: torch.nn.Module, name: str, tensor: torch.Tensor) -> Place:
+def _local_parameter(model: Model, chunk: torch.nn.Module, name: str, tensor: torch.Tensor) -> LocalParameter:
     hf = model.hf
     parsed = parse_parameter_name(name, value_head=model.role == "value")
     layer = None if parsed.layer is None else chunk.decoder.layers[parsed.layer].layer_number - 1
     expert = parsed.expert
     if expert is not None:
         expert += hf.num_experts // model.topology.config.expert * model.topology.ep_rank
-    return Place(parsed.canonical, layer, expert, rule_for(hf, parsed.canonical).split, tensor)
+    return LocalParameter(parsed.canonical, layer, expert, rule_for(hf, parsed.canonical).split, tensor)
 
 
-def reference(model: Model, place: Place) -> ParamRef:
-    """A place as the HF importer asks for it."""
+def param_ref(model: Model, local: LocalParameter) -> ParamRef:
+    """What the HF importer needs to know to read this rank's shard."""
     topology, layout = model.topology, model.topology.config
-    ranks = (topology.tp_rank, layout.tensor) if place.expert is None else (topology.etp_rank, layout.expert_tensor)
-    return ParamRef(place.canonical, place.layer, place.expert, *ranks, tuple(place.parameter.shape))
+    ranks = (topology.tp_rank, layout.tensor) if local.expert is None else (topology.etp_rank, layout.expert_tensor)
+    return ParamRef(local.canonical, local.layer, local.expert, *ranks, tuple(local.tensor.shape))
 
 
-def copies(model: Model, place: Place) -> int:
+def replicas(model: Model, local: LocalParameter) -> int:
     """How many ranks of the world hold the same values of a whole local parameter."""
     layout, world = model.topology.config, model.topology.world
-    if place.expert is None:
-        return world // (layout.pipeline * (layout.tensor if place.split != "replicated" else 1))
-    return world // (layout.pipeline * layout.expert * (layout.expert_tensor if place.split != "replicated" else 1))
+    if local.expert is None:
+        return world // (layout.pipeline * (layout.tensor if local.split != "replicated" else 1))
+    return world // (layout.pipeline * layout.expert * (layout.expert_tensor if local.split != "replicated" else 1))
 
 
-def data_ranks(model: Model, place: Place) -> int:
-    """Over how many ranks the distributed optimizer cuts this parameter's main copy."""
+def optimizer_shards(model: Model, local: LocalParameter) -> int:
+    """Over how many ranks the distributed optimizer shards this parameter's main copy."""
     layout, world = model.topology.config, model.topology.world
-    held = layout.tensor if place.expert is None else layout.expert * layout.expert_tensor
+    held = layout.tensor if local.expert is None else layout.expert * layout.expert_tensor
     return world // (layout.pipeline * held)
 
 

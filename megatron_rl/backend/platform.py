@@ -88,11 +88,6 @@ def have_transformer_engine() -> bool:
     return on_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def have_apex() -> bool:
-    """Whether NVIDIA Apex (not PyPI's package of that name) is importable."""
-    return importlib.util.find_spec("amp_C") is not None
-
-
 def dtype(name: str) -> torch.dtype:
     """torch's dtype of a configured precision."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
@@ -109,15 +104,6 @@ def peak_flops(precision: str, size: int = 1024) -> float:
         torch.mm(left, left).sum().item()
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
-
-
-def peak_memory_bytes() -> int:
-    """Largest memory seen: CUDA allocator's peak on a GPU, resident set of this process on a CPU."""
-    if on_gpu():
-        return torch.cuda.max_memory_allocated()
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def install() -> None:

@@ -1,8 +1,7 @@
 """Rollout Routing Replay (arXiv 2510.11370): recorded expert ids take the place of every router's top-k.
 
 Routes belong to a micro-batch, handles belong to a model: a registry walks the live model's routers, each of which
-carries
-its layer number, so actor, critic, reference and MTP layers never mix. Gate weights are still computed from the
+carries its layer number, so actor, critic, reference and MTP layers never mix. Gate weights are still computed from the
 training logits over the replayed ids with the model's own score function, so routers keep their gradients.
 
 Invariants (violations raise RouteError):
@@ -17,16 +16,19 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_rl.backend.routing import Choice
 from megatron_rl.errors import ConfigError, RouteError
+from megatron_rl.hf.architecture import Groups
 
 MISSING = -1
 """Id of a row that was not recorded: the router chooses natively for it."""
+TopK = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""(scores float [t, E], k) → (the chosen scores [t, k], their experts int64 [t, k])."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class RouterLosses:
 
 
 class RouterHandle:
-    """Plugs into one router: chooses experts, counts, attaches router losses."""
+    """Hooks one router: replaces its top-k by recorded experts, counts agreement and load, attaches router losses."""
 
     def __init__(self, router: TopKRouter, layer: int, registry: RouteRegistry) -> None:
         self.router, self.layer, self.registry = router, layer, registry
@@ -65,7 +67,7 @@ class RouterHandle:
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        """Forget counts and sums of the step before."""
+        """Zero the counts and sums of the previous step."""
         device = self.router.weight.device
         self.agreed = torch.zeros(2, dtype=torch.float64, device=device)
         self.missing = torch.zeros(2, dtype=torch.float64, device=device)
@@ -84,11 +86,11 @@ class RouterHandle:
         return self._route(logits, *args, **kwargs)
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
-        """The interface Megatron's top-k asks: (scores at the chosen ids, the ids [t, k])."""
-        if self.registry.choose is None:
+        """Called by Megatron in place of its top-k. Returns (scores at the chosen ids [t, k], the ids int64 [t, k])."""
+        if self.registry.native_topk is None:
             values, native = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         else:
-            values, native = self.registry.choose(scores, topk)
+            values, native = self.registry.native_topk(scores, topk)
         rows = self._rows
         if rows is None:
             return values, native
@@ -160,15 +162,15 @@ class _AttachLoss(torch.autograd.Function):
 
 
 class RouteRegistry:
-    """All routers of one live model (its chunks on this rank), and the micro-batch they are at.
+    """All routers of one live model (its chunks on this rank), and the micro-batch being computed.
 
     Args:
         chunks: unwrapped model chunks of this rank.
-        choose: the model's own top-k, where Megatron's is another.
+        native_topk: the model's own top-k where Megatron's differs; None: Megatron's.
     """
 
-    def __init__(self, chunks: list[torch.nn.Module], choose: Choice | None = None) -> None:
-        self.choose = choose
+    def __init__(self, chunks: list[torch.nn.Module], native_topk: TopK | None = None) -> None:
+        self.native_topk = native_topk
         self.handles: list[RouterHandle] = []
         self._of_chunk: list[list[RouterHandle]] = []
         for chunk in chunks:
@@ -261,8 +263,24 @@ class RouteRegistry:
                     )
 
 
+def group_limited(groups: Groups) -> TopK:
+    """Top-k inside the best groups of experts (arXiv 2405.04434 §2.1.2; arXiv 2412.19437 §2.1.2).
+
+    A group scores the sum of its `best` highest experts, a number of the model's; Megatron's group-limited top-k sums
+    the k // chosen highest instead.
+    """
+
+    def topk(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        grouped = scores.unflatten(1, (groups.count, -1))
+        ranking = grouped.topk(groups.best, 2).values.sum(2)
+        used = torch.zeros_like(ranking, dtype=torch.bool).scatter_(1, ranking.topk(groups.chosen, 1).indices, True)
+        return torch.where(used[:, :, None], grouped, -torch.inf).flatten(1).topk(k, 1)
+
+    return topk
+
+
 def refuse_unreplayable(router: torch.nn.Module) -> None:
-    """Stop at start where routing cannot be replayed.
+    """Refuse, when the model is built, a router whose routing cannot be replayed.
 
     Raises:
         ConfigError: names the router setting and what to change.

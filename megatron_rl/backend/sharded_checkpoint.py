@@ -1,20 +1,20 @@
 """Every tensor a run trains, in one Megatron distributed checkpoint (`megatron.core.dist_checkpointing`) of any layout.
 
 Stored are whole float32 tensors in the shape of the model's parameters, whatever the layout and the computation dtype:
-main weights, both Adam moments, the EWMA anchor θ̄ and π_ref, under `<agent>.<state>.<Megatron's key of the parameter>`.
-Megatron's `sharded_state_dict` of the model says which part of a global tensor a rank's parameter is. Main copies,
-which the distributed optimizer cuts flat over data ranks, are put together on one data rank each, so that every data
-rank writes about its share. Loading goes the same way back: that rank reads, the others get their pieces from it. Hence
-no file depends on the layout or on whether the optimizer was distributed. The optimizer's own `sharded_state_dict`
-knows three states only, and its keys and its gathering differ between optimizer classes.
+main weights, both Adam moments, the EWMA anchor θ̄ and π_ref, under `<role>.<state>.<Megatron's key of the parameter>`,
+where the role is `actor` or `critic`. Megatron's `sharded_state_dict` of the model says which part of a global tensor a
+rank's parameter is. Main copies, which the distributed optimizer shards flat over data ranks, are gathered to one owner
+a parameter; owners are spread over data ranks, so that each writes about its share. Loading is the reverse: the owner
+reads and broadcasts. Hence no file depends on the layout or on whether the optimizer was distributed. The optimizer's
+own `sharded_state_dict` has three states only, and its keys and its gathering differ between optimizer classes.
 
 Model parameters are not stored beside their main weights: in float32 they are the same, in bfloat16 the rounded ones.
 
 Invariants:
 
-* bits survive: pieces are put together by adding bit patterns to zeros, not floats;
+* bits survive: pieces are gathered by adding bit patterns to zeros, not floats;
 * a state that the live run has and the checkpoint lacks is an error on every rank;
-* what a checkpoint has in addition is left alone: a run without an anchor may continue one with an anchor.
+* states that only the checkpoint has are ignored: a run without an anchor may continue one with an anchor.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ NUMBERS = "states.json"
 
 
 @dataclass(frozen=True)
-class AgentStates:
-    """One model with everything that is trained of it."""
+class ModelStates:
+    """One model with every state of it that a checkpoint holds."""
 
     optimizer: Optimizer
     anchor: Anchor | None = None
@@ -71,7 +71,7 @@ class AgentStates:
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """State → this rank's pieces, float32, in the order of `anchor.main_weights`.
 
-        Moments that no step has made yet are made, zero.
+        Before the first step the moments are created, zero.
         """
         mains, first, second = [], [], []
         for part in self.optimizer.parts:
@@ -97,33 +97,33 @@ class AgentStates:
         }
 
 
-def save_states(directory: str | Path, models: Mapping[str, AgentStates]) -> None:
+def save_states(directory: str | Path, models: Mapping[str, ModelStates]) -> None:
     """Write all states into an existing, empty directory. Collective over the default process group.
 
     Args:
         directory: seen by all ranks.
-        models: name → states; names become key prefixes.
+        models: role (`actor`, `critic`) → states; roles become key prefixes.
 
     Raises:
         CheckpointError: on every rank, if any could not write or the file system has too little room.
     """
     directory = Path(directory)
     state = {}
-    for name, agent in models.items():
-        tensors = agent.tensors()
-        for slot in _slots(agent.optimizer):
+    for role, model in models.items():
+        tensors = model.tensors()
+        for slot in _slots(model.optimizer):
             for kind, pieces in tensors.items():
-                whole = _put_together(slot, None if slot.index is None else pieces[slot.index])
+                whole = _gather_to_owner(slot, None if slot.index is None else pieces[slot.index])
                 if whole is not None:
-                    state[f"{name}.{kind}.{slot.name}"] = slot.shard(f"{name}.{kind}", whole)
+                    state[f"{role}.{kind}.{slot.name}"] = slot.shard(f"{role}.{kind}", whole)
     _check_space(directory, sum(shard.data.nbytes for shard in state.values()))
     save = partial(dist_checkpointing.save, state, str(directory), _InProcessSave("torch_dist", 1))
     _guarded(save, directory, "could not be written")
-    numbers = {name: agent.numbers() for name, agent in models.items()}
+    numbers = {role: model.numbers() for role, model in models.items()}
     on_first_rank(directory, lambda: (directory / NUMBERS).write_text(json.dumps(numbers, indent=1)))
 
 
-def load_states(directory: str | Path, models: Mapping[str, AgentStates]) -> None:
+def load_states(directory: str | Path, models: Mapping[str, ModelStates]) -> None:
     """Fill live optimizers, anchors and references, and the models from them. Collective; any layout.
 
     Args:
@@ -136,26 +136,26 @@ def load_states(directory: str | Path, models: Mapping[str, AgentStates]) -> Non
     """
     directory = Path(directory)
     numbers = together(directory, lambda: _read_numbers(directory, models))
-    slots = {name: list(_slots(agent.optimizer)) for name, agent in models.items()}
-    states = {name: agent.tensors() for name, agent in models.items()}
+    slots = {role: list(_slots(model.optimizer)) for role, model in models.items()}
+    states = {role: model.tensors() for role, model in models.items()}
     wanted = {
-        f"{name}.{kind}.{slot.name}": slot.shard(f"{name}.{kind}", torch.zeros(slot.parameter.shape))
-        for name in models
-        for slot in slots[name]
+        f"{role}.{kind}.{slot.name}": slot.shard(f"{role}.{kind}", torch.zeros(slot.parameter.shape))
+        for role in models
+        for slot in slots[role]
         if slot.mine
-        for kind in states[name]
+        for kind in states[role]
     }
     together(directory, lambda: _check_keys(directory, wanted))
     read = _guarded(partial(dist_checkpointing.load, wanted, str(directory)), directory, "could not be read")
-    for name, agent in models.items():
-        for slot in slots[name]:
-            for kind, pieces in states[name].items():
-                whole = _hand_out(slot, read.get(f"{name}.{kind}.{slot.name}"))
+    for role, model in models.items():
+        for slot in slots[role]:
+            for kind, pieces in states[role].items():
+                whole = _broadcast_from_owner(slot, read.get(f"{role}.{kind}.{slot.name}"))
                 if slot.index is not None:
                     piece = pieces[slot.index]
                     piece.copy_(whole.flatten()[slot.span].view(piece.shape))
-        _set_numbers(agent, numbers[name])
-        copy_main_to_model(agent.optimizer)
+        _set_numbers(model, numbers[role])
+        copy_main_to_model(model.optimizer)
 
 
 def _check_space(directory: Path, needed: int) -> None:
@@ -199,26 +199,26 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
         )
 
 
-def _read_numbers(directory: Path, models: Mapping[str, AgentStates]) -> dict[str, Any]:
+def _read_numbers(directory: Path, models: Mapping[str, ModelStates]) -> dict[str, Any]:
     numbers = json.loads((directory / NUMBERS).read_text())
-    for name, agent in models.items():
-        if name not in numbers:
-            raise CheckpointError("state missing", file=directory, field=name, found=sorted(numbers), expected=name)
-        if agent.anchor is not None and "z" not in numbers[name]:
+    for role, model in models.items():
+        if role not in numbers:
+            raise CheckpointError("state missing", file=directory, field=role, found=sorted(numbers), expected=role)
+        if model.anchor is not None and "z" not in numbers[role]:
             raise CheckpointError(
                 "the checkpoint has no EWMA anchor",
                 file=directory,
-                field=f"{name}.z",
+                field=f"{role}.z",
                 expected="Z and averaged weights",
                 setting="algorithm.anchor, or checkpoint.resume=false to start afresh",
             )
-        saved, live = numbers[name]["model"], agent.numbers()["model"]
+        saved, live = numbers[role]["model"], model.numbers()["model"]
         for key, expected in live.items():
             if saved.get(key) != expected:
                 raise CheckpointError(
                     "the checkpoint is of another model",
                     file=directory,
-                    field=f"{name}.{key}",
+                    field=f"{role}.{key}",
                     found=saved.get(key),
                     expected=expected,
                     setting="model.path",
@@ -240,17 +240,17 @@ def _check_keys(directory: Path, wanted: Mapping[str, ShardedTensor | ShardedTen
         )
 
 
-def _set_numbers(agent: AgentStates, numbers: Mapping[str, Any]) -> None:
-    steps = agent.optimizer.steps = numbers["steps"]
-    for part in agent.optimizer.parts:
+def _set_numbers(model: ModelStates, numbers: Mapping[str, Any]) -> None:
+    steps = model.optimizer.steps = numbers["steps"]
+    for part in model.optimizer.parts:
         for group in part.optimizer.param_groups:
             group["step"] = steps
         # torch's own AdamW counts per tensor instead.
         for state in part.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
                 state["step"].fill_(steps)
-    if agent.anchor is not None:
-        agent.anchor.z = numbers["z"]
+    if model.anchor is not None:
+        model.anchor.z = numbers["z"]
 
 
 @dataclass(frozen=True)
@@ -270,8 +270,8 @@ class _Slot:
     """Position in `main_weights`; None where this rank's shard of the optimizer has no element of it."""
     span: slice
     """This rank's elements of the flat parameter."""
-    cut: bool
-    """Whether the main copy is cut over `group`."""
+    sharded: bool
+    """Whether the main copy is sharded over `group`."""
 
     @property
     def mine(self) -> bool:
@@ -289,7 +289,7 @@ class _Slot:
 
 def _slots(optimizer: Optimizer) -> Iterator[_Slot]:
     """Every parameter, in an order that all ranks of its data group share; owners have about as many elements each."""
-    mains = _main_places(optimizer)
+    mains = _main_positions(optimizer)
     loads: dict[int, list[int]] = {}
     for number, chunk in enumerate(optimizer.model.bare):
         described = {
@@ -315,28 +315,28 @@ def _data_group(optimizer: Optimizer, parameter: torch.nn.Parameter) -> dist.Pro
     return mpu.get_expert_data_parallel_group()
 
 
-def _main_places(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    """id(parameter) → index, span and cut of its `_Slot`."""
+def _main_positions(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    """id(parameter) → index, span and sharded of its `_Slot`."""
     found: dict[int, dict[str, Any]] = {}
     index = 0
     for part in optimizer.parts:
-        cut = isinstance(part, DistributedOptimizer)
-        if cut:
-            nothing = {"index": None, "span": slice(0), "cut": True}
+        sharded = isinstance(part, DistributedOptimizer)
+        if sharded:
+            nothing = {"index": None, "span": slice(0), "sharded": True}
             found |= {id(parameter): nothing for buffer in part.buffers for parameter in buffer.param_index_map}
         for _, parameter in main_copies(part):
             span = slice(None)
-            if cut:
+            if sharded:
                 held = part._get_model_param_range_map(parameter)["param"]
                 span = slice(held.start, held.end)
-            found[id(parameter)] = {"index": index, "span": span, "cut": cut}
+            found[id(parameter)] = {"index": index, "span": span, "sharded": sharded}
             index += 1
     return found
 
 
-def _put_together(slot: _Slot, piece: torch.Tensor | None) -> torch.Tensor | None:
+def _gather_to_owner(slot: _Slot, piece: torch.Tensor | None) -> torch.Tensor | None:
     """The whole parameter-shaped tensor, float32 on the CPU, on its owner; None elsewhere."""
-    if not slot.cut or slot.group.size() == 1:
+    if not slot.sharded or slot.group.size() == 1:
         return piece.reshape(slot.parameter.shape).to("cpu", copy=True) if slot.mine else None
     bits = torch.zeros(slot.parameter.numel(), dtype=torch.int32, device=platform.device())
     if piece is not None:
@@ -345,7 +345,7 @@ def _put_together(slot: _Slot, piece: torch.Tensor | None) -> torch.Tensor | Non
     return bits.view(torch.float32).view(slot.parameter.shape).cpu() if slot.mine else None
 
 
-def _hand_out(slot: _Slot, whole: torch.Tensor | None) -> torch.Tensor:
+def _broadcast_from_owner(slot: _Slot, whole: torch.Tensor | None) -> torch.Tensor:
     """What the owner read, on every rank of the slot's group."""
     if slot.mine:
         tensor = whole.to(platform.device()).contiguous()

@@ -30,7 +30,6 @@ class Topology:
     ep_rank: int
     etp_rank: int
     tp_group: dist.ProcessGroup
-    cp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     dp_cp_group: dist.ProcessGroup
     """All ranks that hold the same weights: the group a loss is summed over."""
@@ -44,16 +43,6 @@ class Topology:
     def last_stage(self) -> bool:
         """Whether this rank holds the last pipeline stage."""
         return self.pp_rank == self.config.pipeline - 1
-
-    @property
-    def last_stage_rank(self) -> int:
-        """Global rank of this pipeline's last stage: the source of what the loss produced."""
-        return dist.get_global_rank(self.pp_group, self.config.pipeline - 1)
-
-    @property
-    def sequence_parallel(self) -> int:
-        """Ranks one context shard is cut over inside the decoder."""
-        return self.config.tensor
 
 
 def initialize(config: ParallelConfig, *, seed: int, fake: bool = False) -> Topology:
@@ -94,7 +83,6 @@ def _current(config: ParallelConfig) -> Topology:
         ep_rank=mpu.get_expert_model_parallel_rank(),
         etp_rank=mpu.get_expert_tensor_parallel_rank(),
         tp_group=mpu.get_tensor_model_parallel_group(),
-        cp_group=mpu.get_context_parallel_group(),
         pp_group=mpu.get_pipeline_model_parallel_group(),
         dp_cp_group=mpu.get_data_parallel_group(with_context_parallel=True),
     )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from megatron_rl.backend.model import Model
-from megatron_rl.backend.parameters import Place, reference, stored_places
+from megatron_rl.backend.parameters import LocalParameter, param_ref, stored_parameters
 from megatron_rl.hf.ahead import ahead
 from megatron_rl.hf.config import HFModelConfig
 from megatron_rl.hf.exporter import ExpertStacks, join_shards
@@ -36,14 +36,14 @@ def import_hf(model: Model, path: str, source: HFModelConfig, *, head_seed: int 
     reader = open_checkpoint(path)
     check_head_bias(reader, source)
     stored = []
-    for place in stored_places(model):
-        if needs_initialisation(source, place.canonical):
-            _fresh_head(place.parameter, head_seed)
+    for local in stored_parameters(model):
+        if needs_initialisation(source, local.canonical):
+            _fresh_head(local.tensor, head_seed)
         else:
-            stored.append(place)
-    shards = ahead(load_shard(reader, source, reference(model, place)) for place in stored)
-    for place, shard in zip(stored, shards, strict=True):
-        place.parameter.copy_(shard)
+            stored.append(local)
+    shards = ahead(load_shard(reader, source, param_ref(model, local)) for local in stored)
+    for local, shard in zip(stored, shards, strict=True):
+        local.tensor.copy_(shard)
 
 
 def _fresh_head(weight: torch.Tensor, seed: int | None) -> None:
@@ -67,10 +67,10 @@ def export_hf(model: Model, *, dtype: torch.dtype | None = None) -> Iterator[tup
         model: the live model.
         dtype: cast to this on the way, except `KEPT_DTYPE`; None: as trained.
     """
-    local = {_key(model, place): place for place in stored_places(model) if not place.shared}
-    owners, stacks = _owners(model, local), ExpertStacks(model.hf)
+    mine = {_key(model, local): local for local in stored_parameters(model) if not local.shared}
+    owners, stacks = _owners(model, mine), ExpertStacks(model.hf)
     for key, (stage, shape, parameter_dtype, split) in sorted(owners.items()):
-        tensor = _from_stage(model, local.get(key), stage, shape, parameter_dtype)
+        tensor = _from_stage(model, mine.get(key), stage, shape, parameter_dtype)
         canonical, layer, position = key
         is_expert = position >= 0
         group = mpu.get_expert_tensor_parallel_group() if is_expert else model.topology.tp_group
@@ -83,33 +83,29 @@ def export_hf(model: Model, *, dtype: torch.dtype | None = None) -> Iterator[tup
                 yield name, piece if dtype is None or canonical in KEPT_DTYPE else piece.to(dtype)
 
 
-def _key(model: Model, place: Place) -> Key:
-    per_rank = model.hf.num_experts // model.topology.config.expert if place.expert is not None else 1
-    position = -1 if place.expert is None else place.expert % per_rank
-    return (place.canonical, -1 if place.layer is None else place.layer, position)
+def _key(model: Model, local: LocalParameter) -> Key:
+    per_rank = model.hf.num_experts // model.topology.config.expert if local.expert is not None else 1
+    position = -1 if local.expert is None else local.expert % per_rank
+    return (local.canonical, -1 if local.layer is None else local.layer, position)
 
 
-def _owners(model: Model, mine: dict[Key, Place]) -> dict:
+def _owners(model: Model, mine: dict[Key, LocalParameter]) -> dict:
     """Key → (pipeline stage that holds it, local shape, dtype, split)."""
-    local = {
-        _key(model, p): (tuple(p.parameter.shape), p.parameter.dtype, p.split)
-        for p in stored_places(model)
-        if not p.shared
-    }
-    found: list[dict | None] = [None] * model.topology.pp_group.size()
-    dist.all_gather_object(found, local, group=model.topology.pp_group)
+    described = {key: (tuple(local.tensor.shape), local.tensor.dtype, local.split) for key, local in mine.items()}
+    found: list[dict] = [{}] * model.topology.pp_group.size()
+    dist.all_gather_object(found, described, group=model.topology.pp_group)
     return {key: (stage, *entry) for stage, entries in enumerate(found) for key, entry in entries.items()}
 
 
-def _from_stage(model: Model, place: Place | None, stage: int, shape, dtype) -> torch.Tensor:
+def _from_stage(model: Model, local: LocalParameter | None, stage: int, shape, dtype) -> torch.Tensor:
+    """The tensor of pipeline stage `stage`, on every stage. Collective over the stages; `local`: None elsewhere."""
     group = model.topology.pp_group
-    if group.size() == 1:
-        return place.parameter.detach()
-    device = next(model.bare[0].parameters()).device
-    tensor = (
-        place.parameter.detach().contiguous() if place is not None else torch.empty(shape, dtype=dtype, device=device)
-    )
-    dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)
+    if local is not None:
+        tensor = local.tensor.detach().contiguous()
+    else:
+        tensor = torch.empty(shape, dtype=dtype, device=next(model.bare[0].parameters()).device)
+    if group.size() > 1:
+        dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)
     return tensor
 
 

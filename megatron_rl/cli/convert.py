@@ -38,7 +38,7 @@ class Options:
     target: Path | None
     dtype: str = "auto"
     shard_gb: float = 5.0
-    agent: str = "actor"
+    role: str = "actor"
     state: str = "weights"
     hf: Path | None = None
     value_head: str | None = None
@@ -70,7 +70,7 @@ def run_conversion(options: Options, console: Console | None = None) -> bool:
             return _show_problems(problems.problems, console)
     source = open_source(
         options.source,
-        agent=options.agent,
+        role=options.role,
         state=options.state,
         hf=options.hf,
         value_head=options.value_head,

@@ -6,9 +6,9 @@ import contextlib
 from dataclasses import dataclass, field
 
 from megatron_rl.algorithm.controllers import Controllers
-from megatron_rl.backend import offload
+from megatron_rl.backend import offload, platform
 from megatron_rl.backend.anchor import Anchor, Reference
-from megatron_rl.backend.model import DTYPES, Role, build_model, transformer_config
+from megatron_rl.backend.model import Role, build_model, transformer_config
 from megatron_rl.backend.optimizer import Optimizer, build_optimizer
 from megatron_rl.backend.topology import Topology
 from megatron_rl.backend.weights import import_hf
@@ -95,7 +95,7 @@ def _build(config: RunConfig, topology: Topology, path: str, role: Role, optimiz
     source = read_hf_config(path, mtp=config.model.mtp)
     model = build_model(
         _with_head(source, role),
-        transformer_config(source, topology.config, config.performance, DTYPES[config.model.dtype]),
+        transformer_config(source, topology.config, config.performance, platform.dtype(config.model.dtype)),
         topology,
         role,
         vocab_multiple=config.model.vocab_multiple,

@@ -31,7 +31,7 @@ import xxhash
 
 from megatron_rl.backend.random_states import random_states, restore_random_states
 from megatron_rl.backend.sharded_checkpoint import (
-    AgentStates,
+    ModelStates,
     load_states,
     on_first_rank,
     save_states,
@@ -175,9 +175,9 @@ def faults(path: Path, share: int = 0, shares: int = 1, *, checksums: bool = Tru
     return None
 
 
-def _states(models: ActorCritic) -> dict[str, AgentStates]:
-    states = {"actor": AgentStates(models.actor, models.anchor, models.reference)}
-    return states if models.critic is None else {**states, "critic": AgentStates(models.critic)}
+def _states(models: ActorCritic) -> dict[str, ModelStates]:
+    states = {"actor": ModelStates(models.actor, models.anchor, models.reference)}
+    return states if models.critic is None else {**states, "critic": ModelStates(models.critic)}
 
 
 def _run_json(iteration: int, models: ActorCritic, cursor: Mapping[str, Any]) -> str:

@@ -26,29 +26,29 @@ from megatron_rl.hf.names import parse_parameter_name
 from megatron_rl.hf.table import KEPT_DTYPE
 from megatron_rl.training.checkpoint import MANIFEST, RUN, STATES, faults, newest_complete
 
-Agent = Literal["actor", "critic"]
+Role = Literal["actor", "critic"]
 State = Literal["weights", "ewma", "reference"]
 _EXPERTS = ".mlp.experts.experts."
 
 
 class RunSource:
-    """Weights of one agent in a run's checkpoint: whole float32 tensors under Megatron's names.
+    """Weights of the actor or the critic in a run's checkpoint: whole float32 tensors under Megatron's names.
 
     Args:
         path: a checkpoint (`iteration_…`), the folder of them, or the run directory; of several the newest whole one.
-        agent: whose.
+        role: whose.
         state: `weights` being trained, the `ewma` anchor, or the `reference` policy.
         directory: HF checkpoint whose config.json and tokenizer files go along; None: the one the run started from.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, lacks the agent, the state or a tensor, or is of another model.
+        CheckpointError: the checkpoint is incomplete, lacks the role, the state or a tensor, or is of another model.
     """
 
     def __init__(
         self,
         path: str | Path,
         *,
-        agent: Agent = "actor",
+        role: Role = "actor",
         state: State = "weights",
         directory: str | Path | None = None,
     ) -> None:
@@ -58,18 +58,18 @@ class RunSource:
                 "checkpoint is not complete", file=self.path, found=reason, expected="every file of its manifest"
             )
         model = json.loads((self.path / RUN).read_text())["config"]["model"]
-        started_from = model["critic_path"] or model["path"] if agent == "critic" else model["path"]
+        started_from = model["critic_path"] or model["path"] if role == "critic" else model["path"]
         self.directory = Path(directory or started_from)
-        self._agent, self._prefix = agent, f"{agent}.{state}."
+        self._role, self._prefix = role, f"{role}.{state}."
         self._stored = StoredTensors(self.path / STATES)
         self._shapes = self._stored.shapes(self._prefix)
         self._check_state()
         self.config = read_hf_config(self.directory)
-        if agent == "critic":
+        if role == "critic":
             self.config = self.config.as_critic()
         self._check_model()
         self._buffers: HFSource | None = None
-        self._keys = {_canonical(key, agent): key for key in self._shapes}
+        self._keys = {_canonical(key, role): key for key in self._shapes}
         self._check_keys()
         self.stored_dtype = own_dtype(self.directory, "float32")
 
@@ -140,12 +140,12 @@ class RunSource:
                 field=self._prefix.rstrip("."),
                 found="nothing",
                 expected=f"one of {[name.rstrip('.') for name in self._stored.prefixes()]}",
-                setting="--agent or --state",
+                setting="--role or --state",
             )
 
     def _check_model(self) -> None:
         numbers = json.loads((self.path / STATES / "states.json").read_text())
-        recorded = numbers[self._agent]["model"]
+        recorded = numbers[self._role]["model"]
         for key in ("model_type", "num_layers", "hidden_size", "vocab_size", "num_experts", "tied_embeddings"):
             if recorded.get(key) != getattr(self.config, key):
                 raise CheckpointError(
@@ -170,10 +170,10 @@ class RunSource:
                 )
 
 
-def _canonical(key: str, agent: Agent) -> tuple[str, int | None]:
+def _canonical(key: str, role: Role) -> tuple[str, int | None]:
     """A stored key → (canonical name, global layer). Experts are stored stacked, so a key has no expert number."""
     plain = key.replace(_EXPERTS, ".mlp.experts.")
-    parsed = parse_parameter_name(plain, value_head=agent == "critic")
+    parsed = parse_parameter_name(plain, value_head=role == "critic")
     return parsed.canonical, parsed.layer
 
 
@@ -200,7 +200,7 @@ def find_checkpoint(path: Path) -> Path:
 def open_source(
     path: str | Path,
     *,
-    agent: Agent = "actor",
+    role: Role = "actor",
     state: State = "weights",
     hf: str | Path | None = None,
     value_head: str | Path | None = None,
@@ -210,13 +210,13 @@ def open_source(
     """An HF checkpoint (a directory with config.json) or a run's. See `HFSource` and `RunSource` for the rest."""
     path = Path(path)
     if (path / "config.json").is_file():
-        if agent != "actor" or state != "weights" or hf is not None:
+        if role != "actor" or state != "weights" or hf is not None:
             raise CheckpointError(
                 "an HF checkpoint has one set of weights",
                 file=path,
-                found=f"agent {agent}, state {state}, HF directory {hf}",
+                found=f"role {role}, state {state}, HF directory {hf}",
                 expected="a run or one of its checkpoints for these",
-                setting="--agent, --state, --hf or SOURCE; a critic from a policy: --value-head",
+                setting="--role, --state, --hf or SOURCE; a critic from a policy: --value-head",
             )
         return HFSource(path, value_head=value_head, seed=seed, keep_mtp=keep_mtp)
     if value_head is not None:
@@ -225,9 +225,9 @@ def open_source(
             file=path,
             found=f"--value-head {value_head}",
             expected="none: a run's critic has its own",
-            setting="--agent critic, or convert twice",
+            setting="--role critic, or convert twice",
         )
-    return RunSource(path, agent=agent, state=state, directory=hf)
+    return RunSource(path, role=role, state=state, directory=hf)
 
 
 @dataclass(frozen=True)

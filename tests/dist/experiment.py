@@ -16,7 +16,7 @@ from megatron_rl.backend import step
 from megatron_rl.backend.anchor import main_weights
 from megatron_rl.backend.model import Model
 from megatron_rl.backend.optimizer import Optimizer
-from megatron_rl.backend.parameters import places
+from megatron_rl.backend.parameters import local_parameters
 from megatron_rl.backend.topology import initialize
 from megatron_rl.backend.weights import export_hf, import_hf
 from megatron_rl.batching import TokenStream, build_layout
@@ -212,7 +212,7 @@ def whole_gradients(model: Model) -> Weights:
                     shards = shard_buffer(bucket.grad_data, buffer.data_parallel_world_size)
                     mine = shards[buffer.data_parallel_group.rank()].clone()
                     dist.all_gather(shards, mine, group=buffer.data_parallel_group)
-    kept = [(place.parameter, place.parameter.data) for place in places(model)]
+    kept = [(local.tensor, local.tensor.data) for local in local_parameters(model)]
     for parameter, _ in kept:
         parameter.data = parameter.main_grad
     try:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 
 from megatron_rl.backend.anchor import swapped_in
-from megatron_rl.backend.sharded_checkpoint import AgentStates, load_states
+from megatron_rl.backend.sharded_checkpoint import ModelStates, load_states
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import CheckpointError
 from megatron_rl.training import checkpoint
@@ -72,10 +72,10 @@ class Trace:
     skipped: tuple
 
 
-def states_of(models: ActorCritic) -> dict[str, AgentStates]:
+def states_of(models: ActorCritic) -> dict[str, ModelStates]:
     return {
-        "actor": AgentStates(models.actor, models.anchor, models.reference),
-        "critic": AgentStates(models.critic),
+        "actor": ModelStates(models.actor, models.anchor, models.reference),
+        "critic": ModelStates(models.critic),
     }
 
 

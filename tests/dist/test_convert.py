@@ -24,6 +24,7 @@ from megatron_rl.training.update import update_actor, update_critic
 from tests.dist.experiment import Weights, start, whole
 from tests.dist.pool import RankPool
 from tests.dist.scenario import Layout, Scenario
+from tests.hf.models import write_model
 
 LAYOUTS = [
     Layout("TP2 PP2 EP2", 4, dict(tensor=2, pipeline=2, expert=2)),
@@ -33,7 +34,7 @@ STATES = [("actor", "weights"), ("actor", "ewma"), ("actor", "reference"), ("cri
 
 
 def train_and_save(scenario: Scenario, layout: Layout, root: Path) -> dict[str, Weights]:
-    """One update of each, a checkpoint, and what the live models then export, by agent and state."""
+    """One update of each, a checkpoint, and what the live models then export, by role and state."""
     models = start(scenario, layout)
     scored = score_batch(models, scenario.batch)
     update_actor(models, scored, scored.rows)
@@ -52,27 +53,32 @@ def saved(request, ranks: RankPool, scenario: Scenario, tmp_path_factory) -> tup
     return request.param, root, ranks.run(train_and_save, request.param.world, scenario, request.param, root)[0]
 
 
-@pytest.mark.parametrize(("agent", "state"), STATES)
-def test_a_run_becomes_what_its_models_export(saved, tmp_path, agent: str, state: str) -> None:
+@pytest.mark.parametrize(("role", "state"), STATES)
+def test_a_run_becomes_what_its_models_export(saved, tmp_path, role: str, state: str) -> None:
     layout, root, live = saved
-    source = open_source(root.parent, agent=agent, state=state)
+    source = open_source(root.parent, role=role, state=state)
     plan = make_plan(source, dtype=getattr(torch, layout.dtype), max_shard_bytes=50_000)
     for index in (1, 0):
         convert(source, tmp_path / "out", plan, share=Share(index, 2))
     written = {k: v for file in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(file).items()}
-    expected = live[f"{agent}.{state}"]
+    expected = live[f"{role}.{state}"]
     assert written.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(written[name], expected[name])] == []
     assert verify(source, tmp_path / "out", plan).tensors == len(expected)
     source.check_bytes(Share())
 
 
-@pytest.mark.parametrize("agent", ["actor", "critic"])
-def test_transformers_gives_the_outputs_of_megatron(saved, tmp_path, ranks: RankPool, agent: str) -> None:
-    source = open_source(saved[1].parent, agent=agent)
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_transformers_gives_the_outputs_of_megatron(saved, tmp_path, ranks: RankPool, role: str) -> None:
+    source = open_source(saved[1].parent, role=role)
     convert(source, tmp_path / "out", make_plan(source))
     (found,) = ranks.run(compared, 1, tmp_path / "out")
     assert found.difference <= 1e-5 and found.scale > 0.1 and found.same_choice == found.positions == 24
+
+
+def test_a_family_with_group_limited_routing_is_compared_with_its_own_router(tmp_path, ranks: RankPool) -> None:
+    (found,) = ranks.run(compared, 1, write_model(tmp_path, "deepseek_v3"))
+    assert found.difference <= 1e-5 and found.scale > 0.1
 
 
 def compared(path: Path):
@@ -114,7 +120,7 @@ def exchanged(path: Path) -> str:
 def test_missing_states_wrong_models_and_damage_are_named(saved, scenario, tmp_path) -> None:
     _, root, _ = saved
     with pytest.raises(CheckpointError, match="lacks these weights") as caught:
-        RunSource(root, agent="critic", state="ewma")
+        RunSource(root, role="critic", state="ewma")
     assert caught.value.field == "critic.ewma" and "critic.weights" in str(caught.value)
     other = shutil.copytree(scenario.checkpoints["actor"], tmp_path / "other")
     values = json.loads((other / "config.json").read_text()) | {"vocab_size": 67}

@@ -25,7 +25,7 @@ def build(path: Path, parallel: dict[str, Any], role: str = "policy"):
     """A live model whose every tensor is NaN before the import."""
     from megatron_rl.backend import topology
     from megatron_rl.backend.model import build_model, transformer_config
-    from megatron_rl.backend.parameters import stored_places
+    from megatron_rl.backend.parameters import stored_parameters
     from megatron_rl.backend.weights import import_hf
     from megatron_rl.config import ParallelConfig, PerformanceConfig
     from megatron_rl.hf.config import read_hf_config
@@ -36,8 +36,8 @@ def build(path: Path, parallel: dict[str, Any], role: str = "policy"):
     wanted = source.as_critic() if role == "value" else source
     model = build_model(wanted, transformer_config(wanted, layout, PerformanceConfig(), torch.float32), place, role)
     with torch.no_grad():
-        for stored in stored_places(model):
-            stored.parameter.fill_(float("nan"))
+        for stored in stored_parameters(model):
+            stored.tensor.fill_(float("nan"))
     import_hf(model, str(path), source, head_seed=3)
     return model
 
@@ -69,7 +69,7 @@ def through_megatron(path: Path, target: Path, parallel: dict[str, Any], role: s
 def exported_gradients(model, source=None) -> dict[str, torch.Tensor]:
     """Gradients of the mean negative log-prob, exported as weights are."""
     from megatron_rl.backend.optimizer import build_optimizer
-    from megatron_rl.backend.parameters import places
+    from megatron_rl.backend.parameters import local_parameters
     from megatron_rl.backend.probe import probe
     from megatron_rl.backend.step import Readout, train
     from megatron_rl.backend.weights import export_hf
@@ -82,8 +82,8 @@ def exported_gradients(model, source=None) -> dict[str, torch.Tensor]:
         return -readings[0].sum() / (SEQUENCES * (LENGTH - 1)), readings.new_zeros(1, dtype=torch.float64)
 
     train(model, cut.parts, cut.plan.length, Readout(), loss)
-    for place in places(model):
-        place.parameter.data = place.parameter.main_grad.clone()
+    for local in local_parameters(model):
+        local.tensor.data = local.tensor.main_grad.clone()
     return {name: tensor.clone() for name, tensor in export_hf(model)}
 
 
@@ -139,21 +139,21 @@ def save(path: Path, parallel: dict[str, Any], checkpoint: Path) -> None:
     import torch.distributed as dist
 
     from megatron_rl.backend.optimizer import build_optimizer
-    from megatron_rl.backend.sharded_checkpoint import AgentStates, save_states
+    from megatron_rl.backend.sharded_checkpoint import ModelStates, save_states
     from megatron_rl.config import OptimizerConfig
 
     optimizer = build_optimizer(build(path, parallel), OptimizerConfig())
     if dist.get_rank() == 0:
         checkpoint.mkdir()
     dist.barrier()
-    save_states(checkpoint, {"actor": AgentStates(optimizer)})
+    save_states(checkpoint, {"actor": ModelStates(optimizer)})
 
 
 def load(path: Path, parallel: dict[str, Any], checkpoint: Path) -> list[str]:
     """Names of tensors that a training checkpoint, loaded over a model whose weights were erased, does not restore."""
     from megatron_rl.backend.optimizer import build_optimizer
-    from megatron_rl.backend.parameters import places
-    from megatron_rl.backend.sharded_checkpoint import AgentStates, load_states
+    from megatron_rl.backend.parameters import local_parameters
+    from megatron_rl.backend.sharded_checkpoint import ModelStates, load_states
     from megatron_rl.backend.weights import export_hf
     from megatron_rl.config import OptimizerConfig
 
@@ -161,9 +161,9 @@ def load(path: Path, parallel: dict[str, Any], checkpoint: Path) -> list[str]:
     expected = {name: tensor.clone() for name, tensor in export_hf(model)}
     optimizer = build_optimizer(model, OptimizerConfig())
     with torch.no_grad():
-        for place in places(model):
-            place.parameter.fill_(float("nan"))
-    load_states(checkpoint, {"actor": AgentStates(optimizer)})
+        for local in local_parameters(model):
+            local.tensor.fill_(float("nan"))
+    load_states(checkpoint, {"actor": ModelStates(optimizer)})
     return [name for name, tensor in export_hf(model) if not torch.equal(tensor, expected[name])]
 
 

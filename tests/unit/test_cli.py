@@ -7,18 +7,43 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import megatron_rl
+from megatron_rl.cli.app import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+MODULES = ("megatron_rl", "megatron_rl.cli")
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    command = [sys.executable, "-m", "megatron_rl.cli", *arguments]
+    command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_help_names_every_command() -> None:
-    shown = cli("--help").stdout
-    assert all(name in shown for name in ("train", "validate", "config"))
+def cli(*arguments: str, module: str = "megatron_rl.cli") -> subprocess.CompletedProcess[str]:
+    return python("-m", module, *arguments)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_help_names_every_command(module: str) -> None:
+    done = cli("--help", module=module)
+    assert done.returncode == 0 and all(f" {name} " in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_version_is_printed(module: str) -> None:
+    done = cli("--version", module=module)
+    assert (done.returncode, done.stdout.strip()) == (0, megatron_rl.__version__)
+
+
+def test_commands_are_declared_without_heavy_libraries() -> None:
+    script = "import sys, megatron_rl.cli.app; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    loaded = set(python("-c", script).stdout.split())
+    assert "typer" in loaded and not loaded & {"torch", "numpy", "megatron", "transformers", "pyarrow", "omegaconf"}
 
 
 def test_config_prints_what_a_run_would_use() -> None:

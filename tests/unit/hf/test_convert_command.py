@@ -64,7 +64,8 @@ def test_check_prints_every_fault_and_fails(checkpoint, tmp_path) -> None:
         (["out", "--check"], "a check writes nothing"),
         (["out", "--shard-gb", "0"], "no room in a file"),
         (["out", "--dtype", "int8"], "unknown dtype"),
-        (["out", "--agent", "critic"], "one set of weights"),
+        (["out", "--role", "critic"], "one set of weights"),
+        (["out", "--agent", "critic"], "--role"),
     ],
 )
 def test_options_that_contradict_are_refused(checkpoint, tmp_path, words, message) -> None:

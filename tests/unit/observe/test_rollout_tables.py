@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from megatron_rl.observe.rollout_tables import describe, trajectory_view, validate_path
 from megatron_rl.rollouts import SamplingTruth, write_shard
-from megatron_rl.rollouts.describe import describe, trajectory_view, validate_path
 from tests.unit.rollouts.records import HEADER, MODEL, changed, sound
 
 TOOL = Path(__file__).parents[3] / "tools/inspect_rollouts.py"
