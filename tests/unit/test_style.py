@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.house import code_lines
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [path for folder in ("megatron_rl", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
 MAX_FILE_LINES = 400
@@ -38,15 +40,6 @@ def long_functions(source: str) -> list[str]:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, Function) and (lines := code_lines(node)) > MAX_FUNCTION_LINES
     ]
-
-
-def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines from `def` to the end, less the docstring's."""
-    total = function.end_lineno - function.lineno + 1
-    if ast.get_docstring(function) is None:
-        return total
-    docstring = function.body[0]
-    return total - (docstring.end_lineno - docstring.lineno + 1)
 
 
 def undocumented(source: str) -> list[str]:
