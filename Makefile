@@ -4,6 +4,7 @@ SHELL := /bin/bash
 LOCK := requirements/lock-py311.txt
 LOCK_LATEST := requirements/lock-py312.txt
 LOCK_VLLM := requirements/lock-vllm-py311.txt
+LOCK_DOCS := requirements/docs-py311.txt
 
 # Running it is the test: a version manager's stand-in may lie on PATH without the version behind it.
 find_python = $(shell for name in python$(1) python3; do \
@@ -30,7 +31,7 @@ setup: python ## install the locked dependencies into a cached environment outsi
 	@"$(PYTHON)" tools/environment.py install $(LOCK)
 
 .PHONY: demo
-demo: setup ## train a tiny agent on the CPU and show its report
+demo: setup ## train a tiny agent on the CPU; prints its success and that of its controls
 	@"$(VENV)/bin/python" examples/frozen_lake/demo.py
 
 .PHONY: test
@@ -38,7 +39,7 @@ test: python ## everything a change must pass: setup, lint, unit, distributed, H
 	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python"
 
 .PHONY: lint
-lint: setup ## ruff check and ruff format --check
+lint: setup ## ruff check, ruff format --check, mypy
 	@"$(PYTHON)" tools/lanes.py --python "$(VENV)/bin/python" lint
 
 .PHONY: test-unit
@@ -80,7 +81,12 @@ test-vllm: python ## tests with a real vLLM: install, in-process engine, a serve
 demo-vllm: setup-vllm ## the demo's task learned from vLLM rollouts, asynchronously (under 10 minutes on two cores)
 	@"$$("$(PYTHON)" tools/environment.py path $(LOCK_VLLM))/bin/python" examples/frozen_lake/demo_vllm.py
 
+.PHONY: docs
+docs: python ## build the pages of docs/ and of the docstrings into build/docs; broken links and missing docstrings fail
+	@env -u MEGATRON_RL_VENV "$(PYTHON)" tools/environment.py install $(LOCK_DOCS)
+	@"$$(env -u MEGATRON_RL_VENV "$(PYTHON)" tools/environment.py path $(LOCK_DOCS))/bin/properdocs" build
+
 .PHONY: clean
 clean: ## remove caches and build leftovers of this checkout (the cached environment stays)
 	@find . -name .git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
-	@rm -rf .hypothesis .pytest_cache .ruff_cache build dist megatron_rl.egg-info
+	@rm -rf .hypothesis .pytest_cache .ruff_cache .mypy_cache build dist megatron_rl.egg-info

@@ -26,7 +26,7 @@ EXTRAS = {
     "gpu": ["transformer-engine[pytorch]"],
     "vllm": ["vllm"],
     "mpi": ["mpi4py"],
-    "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff"],
+    "dev": ["pytest", "pytest-timeout", "hypothesis", "mypy", "pre-commit", "ruff"],
 }
 
 setup(
@@ -36,6 +36,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    package_data={"megatron_rl": ["py.typed"]},
     install_requires=RUNTIME,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},

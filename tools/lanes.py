@@ -50,13 +50,20 @@ DEMO_SMOKE = (
 )  # fmt: skip
 """Every stage of the demo, too short to learn."""
 
+LINT = (
+    (PYTHON, "-m", "ruff", "check", "."),
+    (PYTHON, "-m", "ruff", "format", "--check", "."),
+    (PYTHON, "-m", "mypy"),
+)
+"""The hooks of `.pre-commit-config.yaml` are these."""
+
 SLURM_INSTALL = (("bash", "tests/slurm/install.sh"),)
 VLLM_LOCK = "requirements/lock-vllm-py311.txt"
 VLLM_INSTALL = (("make", "--no-print-directory", "setup-vllm"),)
 
 LANES = (
     Lane("setup", 5, (("make", "--no-print-directory", "setup"),)),
-    Lane("lint", 1, ((PYTHON, "-m", "ruff", "check", "."), (PYTHON, "-m", "ruff", "format", "--check", "."))),
+    Lane("lint", 2, LINT),
     Lane("unit", 4, folders=("tests/unit", "tests/gpu")),
     Lane("dist", 8, folders=("tests/dist",)),
     Lane("hf", 4, folders=("tests/hf",)),

@@ -119,7 +119,8 @@ class KeepHidden(torch.nn.Module):
         """The replaced layer's shards: its parameter is ours."""
         return self._plain[0].sharded_state_dict(prefix, sharded_offsets, metadata)
 
-    def set_extra_state(self, state): ...
+    def set_extra_state(self, state):
+        """It has no state beyond its parameter: what a checkpoint holds of it is passed over."""
 
 
 class ValueHead(torch.nn.Module):

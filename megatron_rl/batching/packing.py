@@ -61,7 +61,7 @@ class MicroBatchPlan:
     """Who computes what in one optimiser step."""
 
     assignment: tuple[tuple[tuple[int, ...], ...], ...]
-    """[data rank][micro-batch] → rows, ascending; M micro-batches on every rank; an empty tuple is all padding."""
+    """`[data rank][micro-batch]` → rows, ascending; M micro-batches on every rank; an empty tuple is all padding."""
     length: int
     """S: tokens of every micro-batch of the step, before context parallelism cuts it."""
 

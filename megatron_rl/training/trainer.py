@@ -39,8 +39,13 @@ if TYPE_CHECKING:
 class TrainingObserver(Protocol):
     """Who looks on: progress bars, logs. Called on every rank with the same values."""
 
-    def started(self, iterations: int, done: int) -> None: ...
-    def metrics(self, iteration: int, values: dict[str, float]) -> None: ...
+    def started(self, iterations: int, done: int) -> None:
+        """Training begins; `done` of `iterations` are behind a run that was resumed."""
+        ...
+
+    def metrics(self, iteration: int, values: dict[str, float]) -> None:
+        """An iteration is complete."""
+        ...
 
 
 class Trainer:

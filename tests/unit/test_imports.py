@@ -3,19 +3,18 @@
 A room of the package is a top-level module or folder. `ORDER` lists them; a room imports from itself and from rooms to
 its left. Beyond that: rooms of a pair in `STRANGERS` do not know each other, `objectives` knows nothing but torch, the
 standard library and `errors`, rooms in `TORCH_FREE` do without torch, and a library of `OWNERS` is imported by its
-owners only. Imports inside functions and under TYPE_CHECKING count.
+owners only. Modules do not import each other in a circle. Imports inside functions and under TYPE_CHECKING count.
 """
 
 from __future__ import annotations
 
-import ast
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = "megatron_rl"
+from tools.house import PACKAGE, import_circles, imported_names
+
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
     "__init__",
@@ -50,18 +49,6 @@ STRANGERS = {
 OWNERS = {"megatron": {"backend"}, "vllm": {"engines"}}
 TORCH_FREE = {"config", "errors", "section"}
 OBJECTIVES_MAY_USE = {"torch", f"{PACKAGE}.errors", f"{PACKAGE}.objectives"}
-
-
-def imported_names(path: Path, root: Path) -> Iterator[tuple[int, str]]:
-    """`(line, dotted name)` of every import in the file; `from a import b` gives `a.b`, relative ones are resolved."""
-    package = list(path.relative_to(root).with_suffix("").parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            base = [*base, *([node.module] if node.module else [])]
-            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
 
 
 def fault(room: str, name: str) -> str | None:
@@ -105,6 +92,27 @@ def test_imports_flow_one_way() -> None:
     assert violations(ROOT) == []
 
 
+def test_no_modules_import_each_other() -> None:
+    assert import_circles(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from megatron_rl.training import epochs",
+        "def f():\n    import megatron_rl.training.epochs",
+        "if TYPE_CHECKING:\n    from .epochs import Step",
+        "from megatron_rl.training import update",
+    ],
+)
+def test_circle_is_seen(tmp_path: Path, back: str) -> None:
+    planted(tmp_path, "training/epochs.py", "from megatron_rl.training.update import step")
+    planted(tmp_path, "training/update.py", "from .score import score")
+    planted(tmp_path, "training/score.py", back)
+    involved = {"training.score", "training.update"} | ({"training.epochs"} if "epochs" in back else set())
+    assert [set(circle) for circle in import_circles(tmp_path)] == [involved]
+
+
 def test_every_folder_with_modules_is_a_package() -> None:
     folders = {path.parent for path in (ROOT / PACKAGE).rglob("*.py")}
     missing = [str(folder.relative_to(ROOT)) for folder in sorted(folders) if not (folder / "__init__.py").exists()]
@@ -115,6 +123,9 @@ def test_every_folder_with_modules_is_a_package() -> None:
     ("file", "source", "reason"),
     [
         ("training/trainer.py", "from megatron.core import parallel_state", "only backend"),
+        ("algorithm/losses.py", "from megatron_rl.backend.model import Model", "do not know each other"),
+        ("algorithm/losses.py", "def f():\n    from megatron_rl.training import score", "right of algorithm"),
+        ("training/trainer.py", "from megatron_rl.rollout_worker import worker", "do not know each other"),
         ("hf/convert.py", "def f():\n    import megatron.core", "only backend"),
         ("backend/step.py", "import vllm", "only engines"),
         ("rollouts/store.py", "from megatron_rl.objectives.policy import loss", "do not know each other"),
@@ -149,6 +160,6 @@ def test_allowed_import_is_allowed(tmp_path: Path, file: str, source: str) -> No
 
 def planted(root: Path, file: str, source: str) -> Path:
     path = root / PACKAGE / file
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(source)
     return root

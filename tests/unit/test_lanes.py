@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tools.lanes import DEFAULT, LANES, NO_TESTS, PASSED, PYTHON, ROOT, Lane, interpreter_of, run_lane, run_lanes
+from tools.lanes import DEFAULT, LANES, LINT, NO_TESTS, PASSED, PYTHON, ROOT, Lane, interpreter_of, run_lane, run_lanes
 
 OK = Lane("ok", 1, ((PYTHON, "-c", "print('ran')"),))
 BAD = Lane("bad", 1, ((PYTHON, "-c", "raise SystemExit(3)"), (PYTHON, "-c", "print('not reached')")))
@@ -60,6 +61,12 @@ def test_every_test_folder_is_in_a_lane() -> None:
     tests = Path(__file__).resolve().parents[1]
     holding = {f"tests/{path.relative_to(tests).parts[0]}" for path in tests.rglob("test_*.py")}
     assert holding <= {folder for lane in LANES for folder in lane.folders}
+
+
+def test_hooks_run_what_the_lint_lane_runs() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    found = [hook["entry"].split('/bin/python" ')[1].rstrip("'").split() for hook in hooks]
+    assert found == [list(command[1:]) for command in LINT]
 
 
 def test_default_lanes_exist() -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tools.docs_site import is_public, undocumented
+from tools.house import code_lines, read_modules
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [path for folder in ("megatron_rl", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
 MAX_FILE_LINES = 400
@@ -40,24 +43,6 @@ def long_functions(source: str) -> list[str]:
     ]
 
 
-def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines from `def` to the end, less the docstring's."""
-    total = function.end_lineno - function.lineno + 1
-    if ast.get_docstring(function) is None:
-        return total
-    docstring = function.body[0]
-    return total - (docstring.end_lineno - docstring.lineno + 1)
-
-
-def undocumented(source: str) -> list[str]:
-    """Public functions and classes at module level that have no docstring."""
-    return [
-        node.name
-        for node in ast.parse(source).body
-        if isinstance(node, (*Function, ast.ClassDef)) and not node.name.startswith("_") and not ast.get_docstring(node)
-    ]
-
-
 def test_no_path_of_one_machine() -> None:
     faults = {}
     for path in own_files():
@@ -78,8 +63,7 @@ def test_functions_are_short() -> None:
 
 
 def test_public_names_have_docstrings() -> None:
-    modules = (ROOT / "megatron_rl").rglob("*.py")
-    public = [path for path in modules if not path.name.startswith("_") or path.name == "__init__.py"]
+    public = [ROOT / module.file for module in read_modules(ROOT).values() if is_public(module)]
     assert {str(path.relative_to(ROOT)): bare for path in public if (bare := undocumented(path.read_text()))} == {}
 
 
@@ -93,4 +77,7 @@ def test_long_function_and_missing_docstring_are_seen() -> None:
     body = "    pass\n" * MAX_FUNCTION_LINES
     assert long_functions(f"def f():\n{body}") == ["f (61 lines)"]
     assert long_functions(f'def f():\n    """a\n    b"""\n{body[:-9]}') == []
-    assert undocumented("def f(): ...\nclass C: ...\ndef _g(): ...\n") == ["f", "C"]
+    assert undocumented("def f(): ...\nclass C: ...\ndef _g(): ...\n") == ["<module>", "f", "C"]
+    methods = "async def m(self): ...\n  def _n(self): ...\n  def __len__(self): ...\n"
+    assert undocumented(f'"""M."""\nclass C:\n  """C."""\n  {methods}') == ["C.m"]
+    assert undocumented('"""M."""\nclass _C:\n  def m(self): ...\n') == []
