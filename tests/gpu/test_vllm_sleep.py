@@ -56,7 +56,7 @@ def engine(versions: Versions) -> Iterator:
 def test_the_device_is_free_and_the_same_answer_comes_back(engine, versions: Versions) -> None:
     engine.load(versions.v0, 0)
     (before,) = engine.generate([TOKENS], 24, [], greedy=True)
-    assert engine.can_rest
+    assert engine.can_sleep
     awake = torch.cuda.mem_get_info()[0]
     found = engine.sleep()
     assert found.awake - found.asleep > 0.9 * KV_BYTES, found

@@ -39,7 +39,7 @@ def memory_of(embedded) -> int:
 
 def test_memory_leaves_and_the_same_answer_comes_back(embedded, published: Published) -> None:
     with VllmEngine([Kept(embedded)], published.v0, settings=EXACT) as engine:
-        assert engine.can_rest
+        assert engine.can_sleep
         (before,), expected = engine.generate([CANARY_TOKENS], 24, [], greedy=True), memory_of(embedded)
         found = engine.sleep()
         assert expected > KV_BYTES * 0.9 and memory_of(embedded) == 0

@@ -198,7 +198,7 @@ class VllmEngine:
         await self._replicas.open()
         described = await gather([state.replica.describe() for state in self._replicas.states])
         self.max_model_len, self._engine_version = min(one.max_model_len for one in described), described[0].version
-        self.can_rest = all(one.can_sleep for one in described)
+        self.can_sleep = all(one.can_sleep for one in described)
 
     async def _answer(self, question: CompletionRequest) -> Generation:
         attempt = 0

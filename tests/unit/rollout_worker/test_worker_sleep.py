@@ -181,10 +181,10 @@ def test_a_server_that_cannot_leave_its_gpu_is_refused_at_the_start(versions: li
         replica = Wakeful("r", versions[0])
         if colocated:
             with pytest.raises(ConfigError, match="enable-sleep-mode"):
-                rollout_engines._pool(config, [replica], versions[0], 0)
+                rollout_engines._vllm_engine(config, [replica], versions[0], 0)
             assert not replica.up, "closed"
         else:
-            rollout_engines._pool(config, [replica], versions[0], 0).close()
+            rollout_engines._vllm_engine(config, [replica], versions[0], 0).close()
 
 
 @pytest.mark.parametrize("engine", ["embedded", "vllm", "vllm_http"])
