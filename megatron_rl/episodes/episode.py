@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,8 +50,8 @@ class EpisodeLimits:
     """Sampled tokens of a turn, stop token included; an action cut there is passed to the environment as it is."""
     context_limit: int
     """Most tokens of an episode; one that needs more is `truncated_length`."""
-    repetition: RepetitionConfig = field(default_factory=RepetitionConfig)
-    """When an episode counts as stuck; it is truncated, as `repetition`, after the turn that shows it."""
+    repetition: RepetitionConfig | None = None
+    """When an episode counts as stuck; it is truncated, as `repetition`, after the turn that shows it. None: never."""
 
     def __post_init__(self) -> None:
         settings = {
@@ -227,7 +227,7 @@ class Episode:
             self.outcome, self.terminated = ending or "completed", True
         elif result.truncated or len(self._turn_rewards) == self.limits.max_turns:
             self._truncate(ending or "truncated_turns", observation)
-        elif is_stuck(self.limits.repetition, self._actions, self.stop_tokens):
+        elif self.limits.repetition and is_stuck(self.limits.repetition, self._actions, self.stop_tokens):
             self._truncate("repetition", observation)
         elif len(self.tokens) + len(observation) >= self.limits.context_limit:
             self._truncate("truncated_length", observation)
