@@ -270,11 +270,11 @@ FAULTS = (
         "tests/unit/engines/test_vllm_sleep.py::test_no_two_streams_are_alike",
     ),
     Fault(
-        "guard: what a server started outlives it",
+        "parent watch: what a server started outlives it",
         "engines/vllm/parent_watch.py",
-        "    if alone.is_set():\n",
+        "    if orphaned.is_set():\n",
         "    if False:\n",
-        "tests/unit/engines/test_vllm_server.py::test_a_kept_server_leaves_nothing_behind",
+        "tests/unit/engines/test_vllm_server.py::test_a_restarting_server_leaves_no_process_behind",
     ),
 )
 

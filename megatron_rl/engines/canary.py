@@ -1,4 +1,4 @@
-"""A prompt whose log-probs the trainer knows: an engine that scores it otherwise holds other weights."""
+"""A token sequence with the trainer's log-probs: an engine that scores it differently holds other weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CANARY_FILE = "canary.json"
 
 @dataclass(frozen=True)
 class Canary:
-    """Written by the trainer into a published directory, read by whoever loads that directory into an engine."""
+    """Written by the trainer into a published directory, read when that directory is loaded into an engine."""
 
     tokens: np.ndarray
     """int32 [N], N >= 2."""
@@ -26,7 +26,7 @@ class Canary:
     """float32 [N], nats: log-prob of each token given those before it, at temperature 1; 0 at the first."""
 
     def write(self, directory: str | Path) -> Path:
-        """Write `canary.json` into a directory; it appears whole."""
+        """Write `canary.json` into a directory, atomically; returns its path."""
         target = Path(directory) / CANARY_FILE
         values = {"tokens": np.asarray(self.tokens).tolist(), "logprobs": np.asarray(self.logprobs).tolist()}
         partial = target.with_name(f".{CANARY_FILE}.{os.getpid()}")
@@ -56,7 +56,7 @@ class Canary:
 
 
 class Scorer(Protocol):
-    """What a canary is shown to."""
+    """An engine that can score a sequence."""
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
         """float32 [N] log-probs at temperature 1, 0 at the first token."""
@@ -74,10 +74,16 @@ def mean_k3(trainer: np.ndarray, engine: np.ndarray) -> float:
 
 
 def require_canary(canary: Canary, scores: np.ndarray, max_k3: float, *, who: str) -> float:
-    """The mean k3 of an engine's scores.
+    """The mean k3 of the trainer's log-probs against an engine's.
+
+    Args:
+        canary: the trainer's log-probs.
+        scores: float [N], the engine's log-probs.
+        max_k3: bound in nats.
+        who: names the engine in the error.
 
     Raises:
-        EngineVersionError: it is above `max_k3`, or not a number.
+        EngineVersionError: the mean k3 is above `max_k3`, or not a number.
     """
     found = mean_k3(canary.logprobs, scores)
     if not found <= max_k3:
@@ -93,9 +99,11 @@ def require_canary(canary: Canary, scores: np.ndarray, max_k3: float, *, who: st
 
 
 def check_canary(engine: Scorer, canary: Canary, *, max_k3: float = 0.01) -> float:
-    """Show the canary to an engine; returns the mean k3 of trainer against engine.
+    """Score the canary with an engine; returns the mean k3 of trainer against engine.
 
     Args:
+        engine: holds the weights in question.
+        canary: the trainer's log-probs.
         max_k3: bound in nats; bfloat16 engines stay below 0.01, float32 ones below 1e-6.
 
     Raises:

@@ -1,14 +1,14 @@
-"""An embedded engine over `transformers` Qwen3-MoE: token in, token out, with the routes that were really used.
+"""An embedded engine over `transformers` Qwen3-MoE: tokens in, tokens out, with the routes that were really used.
 
 Invariants:
 
 * A prompt's tokens, log-probs and routes do not depend, up to float rounding, on what shares its batch.
 * Keys and values of a prefix are computed once for one weight version: an episode that continues its own tokens is
   not prefilled again (unless evicted), so one row of routes per token describes every log-prob of the episode exactly.
-* `load` forgets every stored prefix; a failed `load` leaves the old weights in place.
+* `load` drops every stored prefix; a failed `load` leaves the old weights in place.
 * A sampled token is a function of its distribution, the engine's seed, the prompt's stream and the token's position:
   which rank plays an episode, and beside which others, does not matter.
-* Log-probs are formed in float32 from logits divided by the temperature, whatever the weights' dtype.
+* Log-probs are computed in float32 from logits divided by the temperature, whatever the weights' dtype.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from megatron_rl.errors import CheckpointError, ConfigError, RolloutError
 from megatron_rl.rollouts.routes import route_dtype
 from megatron_rl.rollouts.schema import ModelFingerprint, RolloutHeader, SamplingTruth
 
-# A bar for every load of new weights would drown the run's own progress.
+# A progress bar for every load of new weights would hide the run's own output.
 transformers.utils.logging.disable_progress_bar()
 
 # transformers renamed this argument of every decoder between 5.x releases; the meaning stayed.
@@ -43,7 +44,7 @@ _CACHE = "cache" if "cache" in inspect.signature(Qwen3MoeForCausalLM.forward).pa
 
 @dataclass(frozen=True)
 class _Prefix:
-    """What is kept of n fed tokens."""
+    """Cached state of n input tokens."""
 
     kv: Tensor
     """model dtype [2 x layers, heads, n, head_dim]: keys and values interleaved by layer."""
@@ -52,14 +53,14 @@ class _Prefix:
 
 
 class _PrefixStore:
-    """Fed prefixes by their exact tokens; the least recently stored are dropped beyond `budget` tokens."""
+    """Computed prefixes by their exact tokens; the least recently stored are dropped beyond `budget` tokens."""
 
     def __init__(self, budget: int) -> None:
-        self._budget, self._held = budget, 0
+        self._budget, self._size = budget, 0
         self._entries: OrderedDict[bytes, _Prefix] = OrderedDict()
 
     def longest(self, prompts: Sequence[np.ndarray]) -> list[_Prefix | None]:
-        """For each prompt the longest stored proper prefix: one token at least must be fed, for its logits."""
+        """For each prompt the longest stored proper prefix: at least one token must be computed, for its logits."""
         lengths = sorted({prefix.kv.shape[2] for prefix in self._entries.values()}, reverse=True)
         return [self._lookup(prompt, lengths) for prompt in prompts]
 
@@ -70,14 +71,14 @@ class _PrefixStore:
     def add(self, tokens: np.ndarray, prefix: _Prefix) -> None:
         self._drop(tokens.tobytes())
         self._entries[tokens.tobytes()] = prefix
-        self._held += len(tokens)
-        while self._held > self._budget:
+        self._size += len(tokens)
+        while self._size > self._budget:
             self._drop(next(iter(self._entries)))
 
     def _drop(self, key: bytes) -> None:
         dropped = self._entries.pop(key, None)
         if dropped is not None:
-            self._held -= dropped.kv.shape[2]
+            self._size -= dropped.kv.shape[2]
 
 
 @dataclass
@@ -101,7 +102,7 @@ class LocalEngine:
         device: torch device.
         seed: seed of all sampling.
         version: weight version of `path`.
-        prefix_tokens: how many fed tokens are kept for later calls; 0 prefills every call in full.
+        prefix_tokens: how many tokens' keys and values are kept for later calls; 0 prefills every call in full.
 
     Raises:
         ConfigError: the temperature is not positive, or the model is not a Qwen3-MoE with experts.
@@ -137,7 +138,7 @@ class LocalEngine:
         Args:
             seed: below 2^64.
         """
-        self._seed, self._unnamed = seed, itertools.count()
+        self._seed, self._new_streams = seed, itertools.count()
 
     def load(self, path: str | Path, version: int) -> None:
         """Replace the weights; generation from here on carries `version`.
@@ -150,7 +151,7 @@ class LocalEngine:
         routers = {i: layer.mlp.gate for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")}
         if not routers:
             raise ConfigError("the model has no experts", file=path, field="num_experts", expected="a MoE layer")
-        captured: list[Tensor | None] = [None] * len(routers)
+        captured = [torch.empty(0)] * len(routers)
         for row, router in enumerate(routers.values()):
             router.register_forward_hook(_capture(captured, row))
         self.model, self.version, self.moe_layers = model, version, tuple(routers)
@@ -158,12 +159,12 @@ class LocalEngine:
         self._prefixes = _PrefixStore(self._prefix_tokens)
 
     def sleep(self) -> None:
-        """Leave the device until `wake`: weights go to the CPU, stored prefixes are forgotten."""
+        """Release the device until `wake`: weights go to the CPU, stored prefixes are dropped."""
         self.model.to("cpu")
         self._prefixes = _PrefixStore(self._prefix_tokens)
 
     def wake(self) -> None:
-        """Come back after `sleep`; nothing if awake."""
+        """Bring the weights back to the device after `sleep`; no effect if awake."""
         self.model.to(self.device)
 
     def header(self, tokenizer_hash: str) -> RolloutHeader:
@@ -199,14 +200,14 @@ class LocalEngine:
             streams: see `TokenEngine`.
 
         Raises:
-            RolloutError: a prompt is empty, holds an id outside the vocabulary, or has no room left before
-                the model's greatest position.
+            RolloutError: a prompt is empty, holds an id outside the vocabulary, or does not fit with `max_new_tokens`
+                into the model's positions.
         """
         rows = [np.asarray(prompt, dtype=np.int32) for prompt in prompts]
         self._check(rows, max_new_tokens)
         if not rows:
             return []
-        names = [next(self._unnamed) for _ in rows] if streams is None else streams
+        names = [next(self._new_streams) for _ in rows] if streams is None else streams
         logits, batch = self._prefill(rows)
         stops = torch.tensor(sorted(stop_tokens), dtype=torch.int64, device=self.device)
         open_rows = torch.ones(len(rows), dtype=torch.bool, device=self.device)
@@ -218,7 +219,7 @@ class LocalEngine:
             open_rows = open_rows & ~torch.isin(steps[-1][0], stops)
             if len(steps) == max_new_tokens or not open_rows.any():
                 break
-            logits = self._feed(batch, steps[-1][0][:, None], open_rows[:, None])
+            logits = self._forward(batch, steps[-1][0][:, None], open_rows[:, None])
         tokens, logprobs = (torch.stack(column, dim=1).cpu().numpy() for column in zip(*steps, strict=True))
         return self._collect(rows, batch, tokens.astype(np.int32), logprobs, lengths.tolist())
 
@@ -242,16 +243,16 @@ class LocalEngine:
             if not len(prompt):
                 raise RolloutError("empty prompt", row=row, field="prompts", found=0, expected=">= 1 token")
             if prompt.min() < 0 or prompt.max() >= config.vocab_size:
-                found = (int(prompt.min()), int(prompt.max()))
-                expected = f"0..{config.vocab_size - 1}"
                 raise RolloutError(
-                    "id outside the vocabulary", row=row, field="prompts", found=found, expected=expected
-                )
-            limit, found = config.max_position_embeddings, f"{len(prompt)} + {max_new_tokens}"
+                    "id outside the vocabulary", row=row, field="prompts",
+                    found=(int(prompt.min()), int(prompt.max())), expected=f"0..{config.vocab_size - 1}",
+                )  # fmt: skip
+            limit = config.max_position_embeddings
             if len(prompt) + max_new_tokens > limit:
                 raise RolloutError(
-                    "prompt too long for the model", row=row, field="prompts", found=found, expected=f"<= {limit}",
-                    setting="context_limit",
+                    "prompt too long for the model", row=row, field="prompts",
+                    found=f"{len(prompt)} + {max_new_tokens}", expected=f"<= {limit}",
+                    setting="batching.token_budget, or a model with more positions",
                 )  # fmt: skip
 
     def _prefill(self, rows: Sequence[np.ndarray]) -> tuple[Tensor, _Batch]:
@@ -265,7 +266,7 @@ class LocalEngine:
         for row, tokens in enumerate(new):
             ids[row, width - len(tokens) :] = tokens
             valid[row, width - len(tokens) :] = True
-        logits = self._feed(batch, torch.from_numpy(ids).to(self.device), torch.from_numpy(valid).to(self.device))
+        logits = self._forward(batch, torch.from_numpy(ids).to(self.device), torch.from_numpy(valid).to(self.device))
         return logits, batch
 
     def _restore(self, prefixes: Sequence[_Prefix | None]) -> _Batch:
@@ -289,7 +290,7 @@ class LocalEngine:
                 cache.update(kv[2 * layer], kv[2 * layer + 1], layer)
         return _Batch(cache, valid, [routes])
 
-    def _feed(self, batch: _Batch, ids: Tensor, valid: Tensor) -> Tensor:
+    def _forward(self, batch: _Batch, ids: Tensor, valid: Tensor) -> Tensor:
         """Append a block of s columns and return float32 logits [B, V] of its last one.
 
         Args:
@@ -321,7 +322,7 @@ class LocalEngine:
             chosen = logprobs.argmax(-1)
         else:
             cumulative = logprobs.double().exp().cumsum(-1)
-            # The first whose cumulative mass is greater: one without mass is never chosen.
+            # The first id whose cumulative mass is greater, so that an id without mass is never chosen.
             chosen = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
         return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
 
@@ -340,8 +341,8 @@ class LocalEngine:
         logprobs: np.ndarray,
         lengths: Sequence[int],
     ) -> list[Generation]:
-        """Cut each row's own columns out of the batch; keep its keys and values for the next call."""
-        layers = batch.cache.layers
+        """Extract each row's own columns from the batch; store its keys and values for the next call."""
+        layers: list[Any] = batch.cache.layers
         kv = torch.stack([side for layer in layers for side in (layer.keys, layer.values)])
         routes = torch.cat(batch.routes, dim=2)
         dtype = route_dtype(self.model.config.num_experts)
@@ -368,22 +369,28 @@ def _attention_mask(valid: Tensor, held: int, dtype: torch.dtype) -> Tensor:
     return torch.where(allowed, zero, torch.finfo(dtype).min)[:, None]
 
 
-def _capture(captured: list[Tensor | None], row: int):
+def _capture(captured: list[Tensor], row: int):
+    """A forward hook that stores a router's chosen experts, int64 [tokens, k], in one row of `captured`."""
+
     def hook(_router: Qwen3MoeTopKRouter, _inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         captured[row] = output[2]
 
     return hook
 
 
-def _read_model(path: Path, dtype: torch.dtype) -> Qwen3MoeForCausalLM:
-    """Read a checkpoint strictly: `transformers` itself only warns about tensors it had to invent."""
+def _read_model(path: Path, dtype: torch.dtype) -> Any:
+    """Read a `Qwen3MoeForCausalLM` strictly: `transformers` itself only warns about tensors that it had to initialise.
+
+    Any, because its `from_pretrained` and `to` are typed as if they took and returned other things.
+    """
+    read: Any = Qwen3MoeForCausalLM.from_pretrained
     try:
         config = transformers.AutoConfig.from_pretrained(path)
         if config.model_type != "qwen3_moe":
             raise ConfigError(
                 "model family", file=path, field="model_type", found=config.model_type, expected="qwen3_moe"
             )
-        model, report = Qwen3MoeForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+        model, report = read(path, config=config, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError("unreadable checkpoint", file=path, found=error, expected="an HF directory") from error
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}

@@ -1,9 +1,9 @@
-"""The embedded engine for concurrent callers: calls that wait together are one batch, in a thread of its own.
+"""The embedded engine for concurrent callers: calls that wait together become one batch, in a thread of its own.
 
 Invariants:
 
-* An answer was sampled by one weight version: weights change between batches, never inside one.
-* `update` either serves the new weights or raises and goes on with the old ones.
+* A generation was sampled by one weight version: weights change between batches, never inside one.
+* `update` either serves the new weights, or raises and keeps serving the old ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,16 +32,16 @@ _T = TypeVar("_T")
 class _Call:
     prompt: Sequence[int]
     kind: tuple[int, tuple[int, ...], bool]
-    """max_new_tokens, stop_tokens, greedy: what calls of one batch have in common."""
-    answer: asyncio.Future[Generation]
+    """max_new_tokens, stop_tokens, greedy: the same for all calls of a batch."""
+    result: asyncio.Future[Generation]
 
 
 class LocalAsyncEngine:
-    """Serves a `LocalEngine` to many episodes. Belongs to the event loop that first calls it.
+    """Serves a `LocalEngine` to many episodes. All calls must come from one event loop.
 
     Args:
-        engine: owned from here on.
-        max_canary_k3: bound on the mean k3 between the trainer's canary and this engine's, nats.
+        engine: not to be used by the caller any more.
+        max_canary_k3: bound on the mean k3 between the trainer's and this engine's log-probs of the canary, nats.
         max_batch: most prompts of one batch.
     """
 
@@ -52,7 +53,7 @@ class LocalAsyncEngine:
 
     @property
     def version(self) -> int:
-        """Weight version that answers now."""
+        """Weight version that samples new calls."""
         return self._engine.version
 
     @property
@@ -61,7 +62,7 @@ class LocalAsyncEngine:
         return self._engine.model.config.max_position_embeddings
 
     def header(self, tokenizer_hash: str) -> RolloutHeader:
-        """Of rollouts recorded with this engine."""
+        """The header of rollouts recorded with this engine and this vocabulary."""
         return self._engine.header(tokenizer_hash)
 
     async def agenerate(
@@ -73,25 +74,29 @@ class LocalAsyncEngine:
         self._waiting.append(call)
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
-        return await call.answer
+        return await call.result
 
     async def update(self, weights: Path, version: int) -> None:
         """Serve other weights. Calls in flight end under the old ones.
 
+        Args:
+            weights: published HF directory.
+            version: its version.
+
         Raises:
-            CheckpointError, EngineVersionError: the directory is damaged, or what it holds scores the trainer's canary
-                differently; the old weights are served on.
+            CheckpointError, EngineVersionError: the directory is damaged, or its weights score the trainer's canary
+                differently; the old weights stay in use.
         """
         await self._in_thread(lambda: self._load(weights, version))
 
     async def sleep(self) -> None:
-        """Leave the device until the next call or update: weights go to the CPU, stored prefixes are forgotten."""
+        """Release the device until the next call or update: weights go to the CPU, stored prefixes are dropped."""
         await self._in_thread(self._engine.sleep)
 
     async def close(self) -> None:
-        """End the thread; callers that wait are cancelled."""
+        """End the thread; waiting callers are cancelled."""
         for call in self._waiting:
-            call.answer.cancel()
+            call.result.cancel()
         self._waiting.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -103,30 +108,33 @@ class LocalAsyncEngine:
             if not batch:
                 continue
             try:
-                answers = await self._in_thread(lambda batch=batch: self._generate(batch))
-            except Exception as error:  # whatever it is, it is the callers' to handle
-                _settle(batch, lambda call, error=error: call.answer.set_exception(error))
+                generations = await self._in_thread(partial(self._generate, batch))
+            except Exception as error:  # whatever it is, the callers handle it
+                for call in _waiting(batch):
+                    call.result.set_exception(error)
                 continue
-            found = dict(zip(map(id, batch), answers, strict=True))
-            _settle(batch, lambda call, found=found: call.answer.set_result(found[id(call)]))
+            found = dict(zip(map(id, batch), generations, strict=True))
+            for call in _waiting(batch):
+                call.result.set_result(found[id(call)])
 
     def _generate(self, batch: list[_Call]) -> list[Generation]:
         self._engine.wake()
         return self._engine.generate([call.prompt for call in batch], *batch[0].kind)
 
     def _next_batch(self) -> list[_Call]:
-        self._waiting = [call for call in self._waiting if not call.answer.done()]
-        alike = [call for call in self._waiting if call.kind == self._waiting[0].kind][: self._max_batch]
-        chosen = set(map(id, alike))
+        """Remove up to `max_batch` calls of the first one's kind from those that wait, cancelled ones left out."""
+        self._waiting = _waiting(self._waiting)
+        batch = [call for call in self._waiting if call.kind == self._waiting[0].kind][: self._max_batch]
+        chosen = set(map(id, batch))
         self._waiting = [call for call in self._waiting if id(call) not in chosen]
-        return alike
+        return batch
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _load(self, weights: Path, version: int) -> None:
         check_publication(weights, version)
-        # A shallow copy loads beside the engine that serves, which stays whole whatever happens.
+        # A shallow copy loads beside the engine that serves, which stays intact whatever happens.
         candidate = copy.copy(self._engine)
         candidate.load(weights, version)
         canary = Canary.read(weights)
@@ -136,13 +144,12 @@ class LocalAsyncEngine:
 
 
 def _score(engine: LocalEngine, canary: Canary) -> np.ndarray:
-    """At temperature 1, as canaries are."""
-    judge = copy.copy(engine)
-    judge.temperature = 1.0
-    return judge.score(canary.tokens.tolist())
+    """float32 [N] log-probs of the canary's tokens at temperature 1, whatever the engine samples at."""
+    scorer = copy.copy(engine)
+    scorer.temperature = 1.0
+    return scorer.score(canary.tokens.tolist())
 
 
-def _settle(batch: list[_Call], answer: Callable[[_Call], None]) -> None:
-    for call in batch:
-        if not call.answer.done():
-            answer(call)
+def _waiting(calls: list[_Call]) -> list[_Call]:
+    """Those whose caller was not cancelled."""
+    return [call for call in calls if not call.result.done()]

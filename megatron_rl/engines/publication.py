@@ -1,11 +1,11 @@
-"""A published weights directory: which version it is, and checksums of what it holds.
+"""The manifest of a published weights directory: its version, and checksums of its files.
 
 Invariants:
 
 * The manifest is written last and appears whole; a directory that has one is complete.
-* Weights and config.json are listed; files that tell about them (the canary) are not.
-* A file is listed as pieces that follow each other without gaps: who writes it hashes what passes, who checks it hashes
-  several pieces at a time.
+* Weights and config.json are listed; files about them (the canary) are not.
+* A file is listed as pieces that follow each other without gaps: the writer hashes each piece as it writes it, a reader
+  hashes several pieces in parallel.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron_rl.errors import CheckpointError, EngineVersionError
 PUBLICATION_FILE = "publication.json"
 LISTED = ("*.safetensors", "*.safetensors.index.json", "config.json")
 _PIECE = 16 << 20
-"""Bytes of a piece where nobody says otherwise."""
+"""Bytes of a piece of a file that was not hashed when it was written."""
 _BUFFER = 1 << 20
-"""Bytes read at a time: they are hashed while they lie in the processor's cache."""
+"""Bytes read at a time, so that they are hashed while they are in the processor's cache."""
 _THREADS = min(4, os.cpu_count() or 1)
 
 
@@ -40,11 +40,13 @@ class _Entry:
 def write_publication(
     directory: str | Path, version: int, pieces: Mapping[str, Sequence[tuple[int, str]]] | None = None
 ) -> Path:
-    """List sizes and xxh3-64 checksums of the directory's weights under `version`.
+    """Write sizes and xxh3-64 checksums of the directory's weights into its manifest; returns the manifest's path.
 
     Args:
-        pieces: file name → (bytes, xxh3-64 in hexadecimal) of its pieces, of files that were hashed when they were
-            written (`hf.writer.StreamingWriter.pieces`). Others are read.
+        directory: an HF checkpoint directory, complete but for the manifest.
+        version: its weight version.
+        pieces: file name → (bytes, xxh3-64 in hexadecimal) of its pieces, for files that were hashed when they were
+            written (`hf.writer.StreamingWriter.pieces`). Other files are read.
     """
     directory, known = Path(directory), pieces or {}
     files = {
@@ -63,10 +65,10 @@ def check_publication(directory: str | Path, version: int) -> bool:
 
     Args:
         directory: an HF checkpoint directory.
-        version: what is expected there.
+        version: the version it is expected to hold.
 
     Returns:
-        False if there is no manifest (a checkpoint that nobody published), True if all agrees.
+        False if there is no manifest (a checkpoint that was not published), True if everything agrees.
 
     Raises:
         CheckpointError: a file is missing, left over, of another size or content, or the manifest is damaged.
@@ -101,11 +103,11 @@ def _check_file(file: Path, entry: _Entry) -> None:
             "a published file is incomplete, or its manifest is", file=file, field="bytes", found=found,
             expected=entry.size,
         )  # fmt: skip
-    for place, (digest, (_, wanted)) in enumerate(zip(_digests(file, sizes), entry.pieces, strict=True)):
-        if digest != wanted:
+    for i, (digest, (_, expected)) in enumerate(zip(_digests(file, sizes), entry.pieces, strict=True)):
+        if digest != expected:
             raise CheckpointError(
-                "a published file was altered", file=file, field=f"xxh3 of piece {place} at byte {sum(sizes[:place])}",
-                found=digest, expected=wanted,
+                "a published file was altered", file=file, field=f"xxh3 of piece {i} at byte {sum(sizes[:i])}",
+                found=digest, expected=expected,
             )  # fmt: skip
 
 
@@ -120,15 +122,15 @@ def _hashed(file: Path) -> list[tuple[int, str]]:
 
 
 def _digests(file: Path, sizes: Sequence[int]) -> list[str]:
-    """xxh3-64 of consecutive pieces. Read, not mapped: a mapped file that is cut short meanwhile ends the process."""
+    """xxh3-64 of consecutive pieces. Read, not mapped: a mapped file that is truncated meanwhile kills the process."""
     starts = itertools.accumulate(sizes, initial=0)
     descriptor = os.open(file, os.O_RDONLY)
     try:
         with ThreadPoolExecutor(_THREADS) as threads:
-            # Handed out some at a time: one may be as small as a norm.
-            places = list(zip(starts, sizes, strict=False))
-            share = -(-len(places) // (8 * _THREADS)) or 1
-            shares = [places[first : first + share] for first in range(0, len(places), share)]
+            # Several pieces a task: a single one may be as small as a norm.
+            spans = list(zip(starts, sizes, strict=False))
+            share = -(-len(spans) // (8 * _THREADS)) or 1
+            shares = [spans[first : first + share] for first in range(0, len(spans), share)]
             return [
                 digest for part in threads.map(lambda part: _read_digests(descriptor, part), shares) for digest in part
             ]
@@ -136,9 +138,10 @@ def _digests(file: Path, sizes: Sequence[int]) -> list[str]:
         os.close(descriptor)
 
 
-def _read_digests(descriptor: int, places: Sequence[tuple[int, int]]) -> list[str]:
+def _read_digests(descriptor: int, spans: Sequence[tuple[int, int]]) -> list[str]:
+    """xxh3-64 of the spans (first byte, bytes) of a file."""
     buffer, digests = memoryview(bytearray(_BUFFER)), []
-    for start, size in places:
+    for start, size in spans:
         state, end = xxhash.xxh3_64(), start + size
         while start < end:
             count = os.preadv(descriptor, [buffer[: min(_BUFFER, end - start)]], start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -34,7 +35,7 @@ class TinyShape:
 
     def hf_config(self, vocab_size: int) -> Qwen3MoeConfig:
         """The same sizes as a `transformers` configuration with a vocabulary of `vocab_size` ids."""
-        return Qwen3MoeConfig(
+        sizes: dict[str, Any] = dict(
             vocab_size=vocab_size,
             hidden_size=self.hidden_size,
             intermediate_size=2 * self.hidden_size,
@@ -54,6 +55,7 @@ class TinyShape:
             attention_dropout=0.0,
             initializer_range=self.init_std,
         )
+        return Qwen3MoeConfig(**sizes)
 
 
 def write_tiny_checkpoint(
@@ -61,8 +63,14 @@ def write_tiny_checkpoint(
 ) -> int:
     """Write random float32 weights, `config.json` and `vocabulary.json` into the directory `path`.
 
-    Norm weights are drawn around 1, so that a converter which drops or swaps one is seen. The same seed and shape give
-    the same bytes. The caller's random state is left as it was.
+    Norm weights are drawn around 1, so that a converter which drops or swaps one is detected. The same seed and shape
+    give the same bytes. The caller's random state is left as it was.
+
+    Args:
+        path: directory, made if it does not exist.
+        vocabulary: gives the number of embeddings.
+        shape: sizes; None: the defaults of `TinyShape`.
+        seed: of all weights.
 
     Returns:
         The number of parameters.

@@ -1,1 +1,1 @@
-"""Who plays them: one episode as a state machine, many in lock step, many at once."""
+"""Playing episodes with an engine: one episode as a state machine, many in lock step, many concurrently."""

@@ -14,14 +14,14 @@ from megatron_rl.errors import RolloutError
 
 
 class EnvironmentHang(Exception):
-    """An environment did not answer in time."""
+    """An environment did not return in time."""
 
 
 @dataclass(frozen=True)
-class Returned:
-    """What a call came to.
+class CallResult:
+    """What a call returned or raised.
 
-    An exception is handed over, not raised: from a thread it may be one that means something else to an event loop
+    An exception is passed on as a value: raised from a thread it may be one that means something else to an event loop
     (a time-out, a cancellation, the end of an iterator, an exit).
     """
 
@@ -32,53 +32,59 @@ class Returned:
 class CallThreads:
     """Daemon threads that make blocking calls, at most `size` at a time.
 
-    Python cannot end a thread. One whose call outlasts its time is given up: another takes its place, and it ends by
-    itself should the call ever return. Being a daemon it does not keep the process alive.
+    Python cannot end a thread. One whose call exceeds its time is abandoned: another takes over, and it ends by itself
+    should the call ever return. Being a daemon it does not keep the process alive.
 
     Args:
         size: calls at a time.
-        max_stuck: threads that may be given up and not have returned.
+        max_stuck: abandoned threads whose call has not returned.
     """
 
     def __init__(self, size: int, max_stuck: int) -> None:
-        self._room, self._max_stuck = asyncio.Semaphore(size), max_stuck
+        self._free, self._max_stuck = asyncio.Semaphore(size), max_stuck
         self._idle: list[_Worker] = []
         self.stuck = 0
 
     async def call(
-        self, function: Callable[[], Any], seconds: float | None, give_up: Callable[[], Callable[[], Any]] | None = None
-    ) -> Returned:
+        self,
+        function: Callable[[], Any],
+        seconds: float | None,
+        on_abandon: Callable[[], Callable[[], Any]] | None = None,
+    ) -> CallResult:
         """Call `function()` in some thread. Waiting for a free thread does not count as the call's time.
 
         Args:
-            give_up: called if this task stops waiting for the call, timed out or cancelled. The thread, should the call
-                ever return, then calls what `give_up` returned.
+            function: the blocking call.
+            seconds: time limit; None: none.
+            on_abandon: called if this task stops waiting for the call, timed out or cancelled. The thread, should the
+                call ever return, then calls what `on_abandon` returned.
 
         Returns:
             Its result or exception; `EnvironmentHang` as the exception after `seconds`.
 
         Raises:
-            RolloutError: more than `max_stuck` threads have been given up.
+            RolloutError: more than `max_stuck` abandoned threads have not returned.
         """
-        async with self._room:
+        async with self._free:
             worker = self._idle.pop() if self._idle else _Worker()
-            answer: asyncio.Future[Returned] = asyncio.get_running_loop().create_future()
-            worker.inbox.put((function, answer))
+            result: asyncio.Future[CallResult] = asyncio.get_running_loop().create_future()
+            worker.inbox.put((function, result))
             try:
-                await asyncio.wait({answer}, timeout=seconds)
+                await asyncio.wait({result}, timeout=seconds)
             finally:
-                if answer.done():
+                if result.done():
                     self._idle.append(worker)
                 else:
-                    self._leave(worker, answer, give_up)
-            if answer.done():
-                return answer.result()
+                    self._abandon(worker, result, on_abandon)
+            if result.done():
+                return result.result()
         if self.stuck > self._max_stuck:
             raise RolloutError(
-                "environment calls do not return", field="threads", found=f"{self.stuck} given up",
-                expected=f"at most {self._max_stuck}", setting="environment_seconds, max_stuck_environments",
+                "environment calls do not return", field="max_stuck_environments",
+                found=f"{self.stuck} threads abandoned", expected=f"at most {self._max_stuck}",
+                setting="rollout.step_timeout, if the calls are only slow",
             )  # fmt: skip
-        return Returned(error=EnvironmentHang(f"no answer within {seconds} s"))
+        return CallResult(error=EnvironmentHang(f"no answer within {seconds} s"))
 
     def close(self) -> None:
         """End the idle threads."""
@@ -86,14 +92,14 @@ class CallThreads:
             worker.inbox.put(None)
         self._idle.clear()
 
-    def _leave(self, worker: _Worker, answer: asyncio.Future[Returned], give_up: Callable | None) -> None:
+    def _abandon(self, worker: _Worker, result: asyncio.Future[CallResult], on_abandon: Callable | None) -> None:
         self.stuck += 1
-        answer.add_done_callback(self._came_back)
-        if give_up is not None:
-            worker.inbox.put((give_up(), answer))
+        result.add_done_callback(self._returned)
+        if on_abandon is not None:
+            worker.inbox.put((on_abandon(), result))
         worker.inbox.put(None)
 
-    def _came_back(self, _answer: asyncio.Future[Returned]) -> None:
+    def _returned(self, _result: asyncio.Future[CallResult]) -> None:
         self.stuck -= 1
 
 
@@ -102,21 +108,21 @@ class _Worker(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True, name="environment")
-        self.inbox: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Returned]] | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[CallResult]] | None] = queue.SimpleQueue()
         self.start()
 
     def run(self) -> None:
         while (job := self.inbox.get()) is not None:
-            function, answer = job
+            function, future = job
             try:
-                returned = Returned(function())
+                result = CallResult(function())
             except BaseException as error:  # also an exit that an environment asks for
-                returned = Returned(error=error)
-            with suppress(RuntimeError):  # the event loop may be gone by now
-                answer.get_loop().call_soon_threadsafe(_settle, answer, returned)
-            del job, function, answer, returned  # an idle thread must not keep an environment alive
+                result = CallResult(error=error)
+            with suppress(RuntimeError):  # the event loop may be closed by now
+                future.get_loop().call_soon_threadsafe(_settle, future, result)
+            del job, function, future, result  # an idle thread must not keep an environment alive
 
 
-def _settle(answer: asyncio.Future[Returned], returned: Returned) -> None:
-    if not answer.done():
-        answer.set_result(returned)
+def _settle(future: asyncio.Future[CallResult], result: CallResult) -> None:
+    if not future.done():
+        future.set_result(result)

@@ -1,4 +1,4 @@
-"""One episode in flight: what has been seen and sampled so far, and how it may end. Players drive it.
+"""One episode in flight: its tokens so far and how it may end; `lockstep` and `concurrent` drive it.
 
 Invariants of every recorded trajectory:
 
@@ -21,43 +21,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from megatron_rl.config.rollout import RepetitionConfig, RolloutConfig
 from megatron_rl.engines import Generation
 from megatron_rl.environments.base import EpisodeSpec, StepResult, ToolError
 from megatron_rl.errors import ConfigError, EngineAnswerError, RolloutError
 from megatron_rl.rollouts.schema import OUTCOMES, Trajectory
 
-
-@dataclass(frozen=True)
-class Repetition:
-    """When an episode counts as stuck. It is truncated, as `repetition`, after the turn that shows it."""
-
-    identical_actions: int = 0
-    """So many equal actions in a row; 0: never."""
-    ngram: int = 0
-    """Longest n-gram that is looked for at the end of an action, its stop token left out; 0: never."""
-    ngram_times: int = 8
-    """How often an n-gram must follow itself there."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("identical_actions", 0), ("ngram", 0), ("ngram_times", 2)):
-            _at_least(least, name, getattr(self, name), setting=f"repetition.{name}")
-
-    def shown_by(self, actions: Sequence[tuple[int, ...]], stop_tokens: Sequence[int]) -> bool:
-        """Whether the last of the actions played so far shows that the episode is stuck."""
-        last = actions[-1]
-        if self.identical_actions and actions[-self.identical_actions :] == [last] * self.identical_actions:
-            return True
-        said = last[:-1] if last[-1] in stop_tokens else last
-        return any(_ends_with_repeats(said, n, self.ngram_times) for n in range(1, self.ngram + 1))
-
-
-def _ends_with_repeats(tokens: tuple[int, ...], n: int, times: int) -> bool:
-    return len(tokens) >= n * times and tokens[-n * times :] == tokens[-n:] * times
+CONTEXT_SETTING = "batching.token_budget, or a model with more positions"
+"""What bounds the tokens of an episode."""
 
 
 @dataclass(frozen=True)
@@ -71,28 +47,58 @@ class EpisodeLimits:
     max_turns: int
     """Turns of an episode; one that needs more is `truncated_turns`."""
     max_action_tokens: int
-    """Sampled tokens of a turn, stop token included; a longer action is handed over as it is."""
+    """Sampled tokens of a turn, stop token included; an action cut there is passed to the environment as it is."""
     context_limit: int
     """Most tokens of an episode; one that needs more is `truncated_length`."""
-    repetition: Repetition = field(default_factory=Repetition)
-    """When an episode counts as stuck."""
+    repetition: RepetitionConfig | None = None
+    """When an episode counts as stuck; it is truncated, as `repetition`, after the turn that shows it. None: never."""
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_action_tokens", "context_limit"):
-            _at_least(1, name, getattr(self, name), setting=name)
+        settings = {
+            "max_turns": "rollout.max_turns",
+            "max_action_tokens": "rollout.max_action_tokens",
+            "context_limit": CONTEXT_SETTING,
+        }
+        for name, setting in settings.items():
+            if (found := getattr(self, name)) < 1:
+                raise ConfigError("limit of an episode", field=name, found=found, expected=">= 1", setting=setting)
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, context_limit: int) -> EpisodeLimits:
+        """The limits that a configuration sets.
+
+        Args:
+            context_limit: most tokens of an episode: the smaller of the trainer's token budget and the engine's limit.
+        """
+        return cls(rollout.max_turns, rollout.max_action_tokens, context_limit, rollout.repetition)
 
 
-def _at_least(least: int, name: str, value: int, setting: str) -> None:
-    if value < least:
-        raise ConfigError("limit of an episode", field=name, found=value, expected=f">= {least}", setting=setting)
+def is_stuck(rule: RepetitionConfig, actions: Sequence[tuple[int, ...]], stop_tokens: Sequence[int]) -> bool:
+    """Whether the last action repeats those before it, or itself, as often as the rule allows.
+
+    Args:
+        rule: how much repetition is too much.
+        actions: all actions played so far, at least one.
+        stop_tokens: ids that end an action; one at the end of an action is no part of its n-grams.
+    """
+    last, n = actions[-1], rule.identical_actions
+    if n and actions[-n:] == [last] * n:
+        return True
+    body = last[:-1] if last[-1] in stop_tokens else last
+    return any(_ends_with_repeats(body, n, rule.ngram_times) for n in range(1, rule.ngram + 1))
+
+
+def _ends_with_repeats(tokens: tuple[int, ...], n: int, times: int) -> bool:
+    return len(tokens) >= n * times and tokens[-n * times :] == tokens[-n:] * times
 
 
 def check_generation(generation: Generation, prompt_length: int, budget: int) -> None:
-    """Refuse an answer that could not be recorded truthfully.
+    """Refuse a generation that could not be recorded truthfully.
 
     Args:
+        generation: what an engine returned.
         prompt_length: P, tokens of the prompt.
-        budget: most tokens that were asked for.
+        budget: most tokens that were requested.
 
     Raises:
         EngineAnswerError: no token or too many, log-probs of another length or not finite, routes of another length
@@ -100,15 +106,15 @@ def check_generation(generation: Generation, prompt_length: int, budget: int) ->
     """
     n = len(generation.tokens)
     if not 1 <= n <= budget:
-        raise EngineAnswerError("engine answered with a wrong number of tokens", found=n, expected=f"1..{budget}")
+        raise EngineAnswerError("engine returned a wrong number of tokens", found=n, expected=f"1..{budget}")
     if generation.logprobs.shape != (n,) or not np.isfinite(generation.logprobs).all():
         raise EngineAnswerError(
-            "engine answered without a log-prob for each token", field="logprobs",
+            "engine did not return a log-prob for each token", field="logprobs",
             found=generation.logprobs.tolist(), expected=f"{n} finite values",
         )  # fmt: skip
     if generation.routes is not None and generation.routes.shape[1] != prompt_length + n - 1:
         raise EngineAnswerError(
-            "engine answered with routes for another number of tokens", field="routes",
+            "engine returned routes for another number of tokens", field="routes",
             found=generation.routes.shape[1], expected=f"{prompt_length + n - 1} rows (prompt + sampled - 1)",
         )  # fmt: skip
 
@@ -116,8 +122,13 @@ def check_generation(generation: Generation, prompt_length: int, budget: int) ->
 class Episode:
     """One episode in flight; `outcome` is None as long as it runs.
 
-    Call `begin` with the first observation, then in turn `record` with what the engine sampled and, once it returns
-    an action, `advance` with what the environment answered.
+    Call `begin` with the first observation, then alternate: `record` with each generation of the engine and, whenever
+    it returns an action, `advance` with the environment's result.
+
+    Args:
+        spec: which episode it is.
+        limits: what ends it early.
+        greedy: noted in the metadata.
     """
 
     def __init__(self, spec: EpisodeSpec, limits: EpisodeLimits, greedy: bool) -> None:
@@ -154,7 +165,7 @@ class Episode:
 
     @property
     def budget(self) -> int:
-        """Tokens that may still be sampled for the present action; 0 or less: no room."""
+        """Tokens that may still be sampled for the current action; 0 or less: the context is full."""
         start = len(self.tokens) if self._turn_start is None else self._turn_start
         return start + self._room(start) - len(self.tokens)
 
@@ -162,13 +173,17 @@ class Episode:
         return min(self.limits.max_action_tokens, self.limits.context_limit - start)
 
     def begin(self, observation: Sequence[int], stop_tokens: Sequence[int]) -> None:
-        """Take the first observation, and the ids that end an action. One that leaves no room is `truncated_length`."""
+        """Take the first observation, and the ids that end an action.
+
+        An observation that leaves no room for an action ends the episode as `truncated_length`; one that is not a list
+        of token ids ends it as `environment_error`.
+        """
         try:
             first = as_tokens(observation)
             self.stop_tokens = tuple(int(token) for token in stop_tokens)
             if not first:
                 raise RolloutError("the first observation is empty", field="tokens", found=0, expected=">= 1 token")
-        except Exception as error:  # an environment of someone else's may hand over anything
+        except Exception as error:  # a user's environment may return anything
             self.fail(error)
             return
         self._observe(first)
@@ -177,7 +192,7 @@ class Episode:
             self._truncate("truncated_length", [])
 
     def record(self, generation: Generation) -> tuple[int, ...] | None:
-        """Take one model call.
+        """Append the result of one engine call.
 
         Returns:
             The action, for the environment to play; None if there is more to sample or the episode is over.
@@ -201,7 +216,7 @@ class Episode:
         return action
 
     def advance(self, action: tuple[int, ...], result: StepResult) -> None:
-        """Take what the environment answered to the action. An answer that cannot be recorded is a failure."""
+        """Append the environment's result of the action; one that cannot be recorded ends the episode, see `fail`."""
         try:
             observation, ending = as_tokens(result.observation), _ending(result)
             self._count(action, result)
@@ -212,7 +227,7 @@ class Episode:
             self.outcome, self.terminated = ending or "completed", True
         elif result.truncated or len(self._turn_rewards) == self.limits.max_turns:
             self._truncate(ending or "truncated_turns", observation)
-        elif self.limits.repetition.shown_by(self._actions, self.stop_tokens):
+        elif self.limits.repetition and is_stuck(self.limits.repetition, self._actions, self.stop_tokens):
             self._truncate("repetition", observation)
         elif len(self.tokens) + len(observation) >= self.limits.context_limit:
             self._truncate("truncated_length", observation)
@@ -220,23 +235,23 @@ class Episode:
             self._observe(observation)
 
     def fail(self, error: BaseException) -> None:
-        """End it with an exception of the environment."""
+        """End the episode with an exception of its environment."""
         self.outcome = "tool_error" if isinstance(error, ToolError) else "environment_error"
         self.terminated = self.outcome == "tool_error"
         self._metadata["error"] = _reason(error)
 
     def abort(self, error: Exception) -> None:
-        """End it because the engine did not answer."""
+        """End the episode because the engine returned nothing usable."""
         self._unseen()
         self.outcome = "aborted"
         self._metadata["error"] = _reason(error)
 
     def time_out(self) -> None:
-        """Cut it short because its wall-clock time ran out while the engine was at work."""
+        """Truncate the episode because its wall-clock time ran out while the engine was sampling."""
         self._truncate("timeout", self._unseen())
 
     def trajectory(self) -> Trajectory:
-        """The record. Only after `outcome` is set."""
+        """The recorded trajectory. Only after `outcome` is set."""
         turn_id = np.asarray(self._turn_id, np.int16)
         self._metadata["seconds"] = round(time.monotonic() - self._started, 6)
         return Trajectory(
@@ -297,7 +312,7 @@ class Episode:
         self._actions.append(action)
 
     def _unseen(self) -> list[int]:
-        """Take the observation that nobody acted upon off the tokens, unless there is nothing else."""
+        """Remove the trailing observation that no action followed, unless there is nothing else, and return it."""
         if not self.began or self._turn_start is not None:
             return []
         unseen = self.tokens[self._acted :]
@@ -313,7 +328,7 @@ def as_tokens(observation: Sequence[int]) -> list[int]:
     """An observation as a list of ids.
 
     Raises:
-        RolloutError: it is no flat sequence of non-negative integers.
+        RolloutError: it is not a flat sequence of non-negative integers.
     """
     if isinstance(observation, (str, bytes)):
         kind: Any = type(observation).__name__

@@ -1,6 +1,6 @@
 """Plays many text environments in lock step with one batch engine and records what happened, token by token.
 
-What a record looks like, however it was played: `episode_state`. For engines that take calls one by one: `player`.
+What every record looks like, however it was played: `episode`. For engines that take calls one by one: `concurrent`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_rl.engines import Generation, TokenEngine
 from megatron_rl.environments.base import EpisodeSpec, TextEnvironment, close_environment
-from megatron_rl.episodes.episode import Episode, EpisodeLimits, Repetition
+from megatron_rl.episodes.episode import CONTEXT_SETTING, Episode, EpisodeLimits
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollouts.schema import Trajectory
 
@@ -32,20 +32,17 @@ class Demonstration:
     action_mask: np.ndarray
     """bool [N]: 1 on the tokens of actions."""
     success: bool
-    """Whether the task got solved, by luck."""
+    """Whether the task was solved, by chance."""
 
 
 def play_episodes(
     engine: TokenEngine,
     make_env: MakeEnvironment,
     specs: Sequence[EpisodeSpec],
+    limits: EpisodeLimits,
     *,
-    max_turns: int,
-    max_action_tokens: int,
-    context_limit: int,
     greedy: bool = False,
     concurrency: int = 128,
-    repetition: Repetition | None = None,
 ) -> list[Trajectory]:
     """Play all episodes, at most `concurrency` at a time; an ended one is replaced at once.
 
@@ -53,7 +50,7 @@ def play_episodes(
         engine: called once per turn with the exact tokens of every episode in flight.
         make_env: builds the environment of one episode.
         specs: what to play.
-        max_turns, max_action_tokens, context_limit, repetition: see `EpisodeLimits`.
+        limits: what ends an episode early.
         greedy: see the engine; greedy trajectories are for evaluation only.
         concurrency: batch size of the engine.
 
@@ -62,26 +59,25 @@ def play_episodes(
         the outcome `environment_error` and what was recorded so far.
 
     Raises:
-        ConfigError: a limit is below 1, or a first observation leaves no room for an action.
-        EngineAnswerError: the engine answered what cannot be recorded.
+        ConfigError: `concurrency` is below 1, or a first observation leaves no room for an action.
+        EngineAnswerError: the engine returned what cannot be recorded.
     """
-    limits = EpisodeLimits(max_turns, max_action_tokens, context_limit, repetition or Repetition())
     if concurrency < 1:
-        raise ConfigError("nothing to play with", field="concurrency", found=concurrency, expected=">= 1")
+        raise ConfigError("no episode at a time", field="concurrency", found=concurrency, expected=">= 1")
     waiting = deque(enumerate(specs))
-    active: dict[int, _Seat] = {}
+    active: dict[int, _ActiveEpisode] = {}
     finished: dict[int, Trajectory] = {}
     while waiting or active:
         while waiting and len(active) < concurrency:
-            place, spec = waiting.popleft()
-            active[place] = _Seat(Episode(spec, limits, greedy), make_env)
-        running = [seat for seat in active.values() if seat.episode.running]
-        for seat, generation in _generate(engine, running, greedy):
-            seat.play(generation)
-        over = {place: seat for place, seat in active.items() if not seat.episode.running}
-        finished |= {place: seat.finish() for place, seat in over.items()}
-        active = {place: seat for place, seat in active.items() if place not in over}
-    return [finished[place] for place in range(len(specs))]
+            index, spec = waiting.popleft()
+            active[index] = _ActiveEpisode(Episode(spec, limits, greedy), make_env)
+        running = [one for one in active.values() if one.episode.running]
+        for one, generation in _generate(engine, running, greedy):
+            one.play(generation)
+        over = {index: one for index, one in active.items() if not one.episode.running}
+        finished |= {index: one.finish() for index, one in over.items()}
+        active = {index: one for index, one in active.items() if index not in over}
+    return [finished[index] for index in range(len(specs))]
 
 
 def random_play(
@@ -90,8 +86,9 @@ def random_play(
     """Play uniformly random valid actions: supervised training on it teaches the format of actions, not which is good.
 
     Args:
-        make_env, specs, max_turns: as for `play_episodes`.
-        context_limit: an action that would exceed it is not played.
+        make_env, specs: as for `play_episodes`.
+        max_turns: turns after which an episode ends.
+        context_limit: an action that would exceed so many tokens is not played.
         seed: seed of the choice of actions.
 
     Returns:
@@ -104,7 +101,9 @@ def random_play(
 def _random_episode(
     env: TextEnvironment, spec: EpisodeSpec, rng: np.random.Generator, max_turns: int, context_limit: int
 ) -> Demonstration:
-    tokens, mask, success = [], [], False
+    tokens: list[int] = []
+    mask: list[bool] = []
+    success = False
     observation = env.reset(spec.seed, spec.options)
     for _ in range(max_turns):
         actions = env.valid_actions()
@@ -120,8 +119,8 @@ def _random_episode(
     return Demonstration(np.asarray(tokens, np.int32), np.asarray(mask, bool), success)
 
 
-class _Seat:
-    """An episode and its environment."""
+class _ActiveEpisode:
+    """An episode in flight and its environment."""
 
     def __init__(self, episode: Episode, make_env: MakeEnvironment) -> None:
         self.episode = episode
@@ -130,21 +129,22 @@ class _Seat:
         try:
             self._env = make_env(spec)
             first = self._env.reset(spec.seed, spec.options)
-        except Exception as error:  # whatever an environment throws ends its episode, not the run
+        except Exception as error:  # whatever an environment raises ends its episode, not the run
             episode.fail(error)
             return
         episode.begin(first, self._env.stop_tokens)
         if episode.outcome == "truncated_length":
             raise ConfigError(
                 "the first observation leaves no room for an action", field="tokens", found=len(first),
-                expected=f"< {episode.limits.context_limit}", setting="context_limit",
+                expected=f"< {episode.limits.context_limit}", setting=CONTEXT_SETTING,
             )  # fmt: skip
 
     def play(self, generation: Generation) -> None:
-        """Record one model call, and hand its action to the environment if it is whole."""
+        """Record one engine call and, if that completes an action, play it in the environment."""
         action = self.episode.record(generation)
         if action is None:
             return
+        assert self._env is not None, "an episode without environment does not run"
         try:
             result = self._env.step(action)
         except Exception as error:  # as above
@@ -153,20 +153,22 @@ class _Seat:
         self.episode.advance(action, result)
 
     def finish(self) -> Trajectory:
-        """The record; the environment is closed."""
-        with suppress(Exception):  # the record is complete whatever the environment says when it goes
+        """The recorded trajectory; the environment is closed."""
+        with suppress(Exception):  # the record is complete, whatever closing the environment raises
             close_environment(self._env)
         return self.episode.trajectory()
 
 
-def _generate(engine: TokenEngine, seats: Sequence[_Seat], greedy: bool) -> list[tuple[_Seat, Generation]]:
-    """One model call for each episode. Those near their context limit may sample fewer tokens: a batch of their own."""
-    alike: dict[tuple[int, tuple[int, ...]], list[_Seat]] = defaultdict(list)
-    for seat in seats:
-        alike[seat.episode.budget, seat.episode.stop_tokens].append(seat)
-    pairs: list[tuple[_Seat, Generation]] = []
-    for (budget, stops), batch in alike.items():
-        prompts = [seat.episode.tokens for seat in batch]
-        streams = [seat.episode.spec.stream for seat in batch]
+def _generate(
+    engine: TokenEngine, episodes: Sequence[_ActiveEpisode], greedy: bool
+) -> list[tuple[_ActiveEpisode, Generation]]:
+    """One generation for each episode. Those near their context limit may sample fewer tokens: a batch of their own."""
+    batches: dict[tuple[int, tuple[int, ...]], list[_ActiveEpisode]] = defaultdict(list)
+    for one in episodes:
+        batches[one.episode.budget, one.episode.stop_tokens].append(one)
+    pairs: list[tuple[_ActiveEpisode, Generation]] = []
+    for (budget, stops), batch in batches.items():
+        prompts = [one.episode.tokens for one in batch]
+        streams = [one.episode.spec.stream for one in batch]
         pairs += zip(batch, engine.generate(prompts, budget, stops, greedy, streams), strict=True)
     return pairs

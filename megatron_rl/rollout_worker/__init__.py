@@ -1,1 +1,1 @@
-"""The rollout process: it plays without end, records what finishes, and follows the trainer's weights."""
+"""The rollout process: plays episodes, records them and loads the weights that the trainer publishes."""

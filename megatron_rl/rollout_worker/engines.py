@@ -1,5 +1,7 @@
-"""The engine that a rollout process plays with, as the configuration asks. Libraries are imported by whoever needs
-them: an embedded engine runs where no vLLM is installed, and the reverse."""
+"""The engine that a rollout process plays with, as `rollout.engine` names it.
+
+Each start function imports its own libraries: the embedded engine runs where vLLM is not installed, and the reverse.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class RolloutEngine(AsyncTokenEngine, Protocol):
 
     @property
     def version(self) -> int:
-        """Weight version that answers now."""
+        """Weight version that samples new calls."""
         ...
 
     @property
@@ -36,28 +38,39 @@ class RolloutEngine(AsyncTokenEngine, Protocol):
         ...
 
     def header(self, tokenizer_hash: str) -> RolloutHeader:
-        """Of rollouts recorded with it."""
+        """The header of rollouts recorded with it."""
         ...
 
     async def update(self, weights: Path, version: int) -> None:
-        """Serve other weights, or raise an `EngineError` or `CheckpointError` and serve the old ones on."""
+        """Load other weights.
+
+        Args:
+            weights: HF directory.
+            version: its version.
+
+        Raises:
+            EngineError, CheckpointError: they were refused; the old ones stay in use.
+        """
         ...
 
     async def sleep(self) -> Footprint | None:
-        """Leave the device until the next call or update. What that gave back; None: not measured.
+        """Release the device's memory until the next call or update.
+
+        Returns:
+            Memory before and after; None: not measured.
 
         Raises:
-            EngineError: it holds the device still.
+            EngineError: it still holds memory of the device.
         """
         ...
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
         ...
 
 
 async def start_engine(config: RunConfig, weights: Path, version: int) -> RolloutEngine:
-    """Start an engine, or connect to servers that run; it serves these weights.
+    """Start an engine with these weights, or connect to running servers and load them there.
 
     Args:
         config: the run.
@@ -92,7 +105,7 @@ def _embedded(config: RunConfig, weights: Path, version: int) -> RolloutEngine:
 def _vllm(config: RunConfig, weights: Path, version: int) -> RolloutEngine:
     from megatron_rl.engines.vllm.inprocess_replica import InProcessReplica
 
-    return _Pool(_pool(config, [InProcessReplica(_options(config, weights))], weights, version))
+    return _VllmRolloutEngine(_vllm_engine(config, [InProcessReplica(_options(config, weights))], weights, version))
 
 
 def _vllm_http(config: RunConfig, weights: Path, version: int) -> RolloutEngine:
@@ -105,7 +118,8 @@ def _vllm_http(config: RunConfig, weights: Path, version: int) -> RolloutEngine:
         server = LocalServer(_options(config, weights), log=log, start_timeout=config.rollout.start_timeout)
         addresses = [server.__enter__().url]
     try:
-        return _Pool(_pool(config, [HttpReplica(url) for url in addresses], weights, version), server)
+        replicas = [HttpReplica(url) for url in addresses]
+        return _VllmRolloutEngine(_vllm_engine(config, replicas, weights, version), server)
     except BaseException:
         if server is not None:
             server.stop()
@@ -115,7 +129,7 @@ def _vllm_http(config: RunConfig, weights: Path, version: int) -> RolloutEngine:
 def _options(config: RunConfig, weights: Path) -> Any:
     from megatron_rl.engines.vllm.options import VllmOptions
 
-    # vLLM loads the first weights itself; the directory may be pruned later, so that name is only for the start.
+    # vLLM loads its first weights itself; the directory may be pruned later and is only read at the start.
     chosen = {"model": weights, "dtype": _dtype(config), "can_sleep": config.rollout.colocated}
     try:
         return VllmOptions(**{**chosen, **config.rollout.engine_options})
@@ -123,7 +137,7 @@ def _options(config: RunConfig, weights: Path) -> Any:
         raise ConfigError("vLLM does not take these options", found=error, setting="rollout.engine_options") from error
 
 
-def _pool(config: RunConfig, replicas: Sequence[Any], weights: Path, version: int) -> VllmEngine:
+def _vllm_engine(config: RunConfig, replicas: Sequence[Any], weights: Path, version: int) -> VllmEngine:
     from megatron_rl.engines.vllm.engine import ReplicaSetSettings, VllmEngine
 
     engine = VllmEngine(
@@ -134,10 +148,10 @@ def _pool(config: RunConfig, replicas: Sequence[Any], weights: Path, version: in
         seed=_seed(config),
         settings=ReplicaSetSettings(start_timeout=config.rollout.start_timeout),
     )
-    if config.rollout.colocated and not engine.can_rest:
+    if config.rollout.colocated and not engine.can_sleep:
         engine.close()
         raise ConfigError(
-            "a vLLM server cannot leave its GPU", found="rollout.colocated", expected="one with --enable-sleep-mode",
+            "a vLLM server cannot release its GPU", found="rollout.colocated", expected="one with --enable-sleep-mode",
             setting="rollout.colocated=false, or start rollout.servers with it",
         )  # fmt: skip
     return engine
@@ -148,13 +162,13 @@ def _dtype(config: RunConfig) -> str:
 
 
 def _seed(config: RunConfig) -> int:
-    """A later start samples other tokens, also for an episode that is played again."""
+    """A seed that differs after each restart, so that an episode that is played again samples other tokens."""
     shards = len(list(Exchange(Path(config.output)).stream.glob("*/*.arrow.json")))
     return int(np.random.SeedSequence([config.seed, shards]).generate_state(1)[0] >> 1)
 
 
-class _Pool:
-    """A `RolloutEngine` of vLLM replicas, with the server that was started for it, if one was."""
+class _VllmRolloutEngine:
+    """A `RolloutEngine` over a `VllmEngine`, with the server that was started for it, if one was."""
 
     def __init__(self, engine: VllmEngine, server: LocalServer | None = None) -> None:
         self._engine, self._server = engine, server

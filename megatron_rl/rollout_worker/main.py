@@ -1,4 +1,4 @@
-"""Starting and ending a rollout process: its lock, its engine, its signals, and its last word."""
+"""Starting and ending a rollout process: its lock, its engine, its signals, and its last heartbeat."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from megatron_rl.environments.base import Task
 from megatron_rl.environments.tasks import make_task
 from megatron_rl.errors import ConfigError, LaunchError
 from megatron_rl.rollout_worker.engines import start_engine
-from megatron_rl.rollout_worker.worker import RolloutWorker, newest
+from megatron_rl.rollout_worker.worker import RolloutWorker, newest_weights
 from megatron_rl.run_dir.exchange import Exchange, Heartbeat
 from megatron_rl.run_dir.lock import run_lock
 
-START_WAIT = 0.2
+POLL_SECONDS = 0.2
 ORPHAN_SECONDS = 10.0
+"""What a process whose starter has died may take to end by itself."""
 
 
 def run_rollout_worker(
@@ -35,12 +36,13 @@ def run_rollout_worker(
         config: the run, the same as the trainer's.
         limit: most episodes ever recorded; the trainer's data end there.
         weights: play with this HF directory as version 0, and without a trainer; needs a limit.
-        end_with_stdin: end when standard input closes: whoever started this process is gone then.
+        end_with_stdin: end when standard input closes, which means that the starter has ended.
 
     Raises:
-        ConfigError: weights without a limit: nobody would say when it is enough.
-        LaunchError: another rollout process plays for this run.
-        EngineError, RolloutError: see `RolloutWorker.run`; the trainer reads of it in the heartbeat.
+        ConfigError: weights without a limit: such a run would never end.
+        LaunchError: another rollout process plays for this run, or the trainer has published no weights for
+            `rollout.trainer_timeout`, or see `RolloutWorker.run`.
+        EngineError, RolloutError: see `start_engine` and `RolloutWorker.run`. The last heartbeat carries every error.
     """
     if weights is not None and limit is None:
         raise ConfigError("playing without a trainer needs an end", setting="--episodes")
@@ -48,13 +50,13 @@ def run_rollout_worker(
     task = make_task(config.rollout.environment, config.rollout.environment_options)
     # A lock of its own, beside the trainer's.
     with run_lock(exchange.output / "exchange", first=True):
-        _tell(exchange, "starting")
+        _write_heartbeat(exchange, "starting")
         try:
             asyncio.run(_main(_play(config, exchange, task, limit, weights), end_with_stdin))
         except _Ended:
             return
         except Exception as error:
-            _tell(exchange, "failed", f"{type(error).__name__}: {error}")
+            _write_heartbeat(exchange, "failed", f"{type(error).__name__}: {error}")
             raise
 
 
@@ -79,30 +81,29 @@ async def _main(playing: Coroutine[Any, Any, None], end_with_stdin: bool) -> Non
 
 
 async def _play(config: RunConfig, exchange: Exchange, task: Task, limit: int | None, weights: Path | None) -> None:
-    alone = weights is not None
-    version, weights = (0, weights) if alone else await _first_weights(config, exchange)
-    engine = await start_engine(config, weights, version)
+    version, directory = await _first_weights(config, exchange) if weights is None else (0, weights)
+    engine = await start_engine(config, directory, version)
     try:
-        await RolloutWorker(config, task, engine, limit, alone=alone).run()
+        await RolloutWorker(config, task, engine, limit, alone=weights is not None).run()
     finally:
         await engine.close()
 
 
 async def _first_weights(config: RunConfig, exchange: Exchange) -> tuple[int, Path]:
-    """Wait until the trainer has published something."""
-    start, patience = time.monotonic(), config.rollout.trainer_timeout
-    while (found := newest(exchange)) is None:
-        if patience and time.monotonic() - start > patience:
+    """Wait until the trainer has published weights; returns the newest version and its directory."""
+    start, limit = time.monotonic(), config.rollout.trainer_timeout
+    while (found := newest_weights(exchange)) is None:
+        if limit and time.monotonic() - start > limit:
             raise LaunchError(
-                "the trainer has published no weights", file=exchange.weights, found=f"none for {patience:g} s",
+                "the trainer has published no weights", file=exchange.weights, found=f"none for {limit:g} s",
                 expected="weights/version-NNNNNN", setting="rollout.trainer_timeout, or output",
             )  # fmt: skip
-        _tell(exchange, "starting")
-        await asyncio.sleep(START_WAIT)
+        _write_heartbeat(exchange, "starting")
+        await asyncio.sleep(POLL_SECONDS)
     return found
 
 
-def _tell(exchange: Exchange, state: str, problem: str = "") -> None:
+def _write_heartbeat(exchange: Exchange, state: str, problem: str = "") -> None:
     exchange.write_heartbeat(Heartbeat(time.time_ns(), state, -1, 0, problem))
 
 
@@ -110,5 +111,5 @@ def _end_when_orphaned() -> None:
     logging.getLogger(__name__).debug("standard input closed: %r", sys.stdin.buffer.read())
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ORPHAN_SECONDS)
-    # What hangs is ended with everything that this process started.
+    # Still here, so it hangs: end it with everything that it started.
     os.killpg(os.getpgrp(), signal.SIGKILL)

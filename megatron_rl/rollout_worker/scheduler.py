@@ -1,11 +1,11 @@
-"""What a rollout process plays next: the task's episodes in order, as far as the trainer gives room.
+"""Which episode a rollout process plays next: the task's episodes in order, as far as the trainer allows.
 
 Invariants:
 
-* An episode that lies recorded in the stream is not played again; one that was lost with its process is.
+* An episode that is recorded in the stream is not played again; one that was lost with its process is.
 * A block is of one level, also after a restart if anything of it is recorded: a group never mixes levels.
-* Never more than `room` episodes are begun, those that finished long ago included, but a group that was begun is begun
-  whole: an incomplete one could never be trained on.
+* Never more than `room` episodes are begun, those that have finished included, except to complete a group that was
+  begun: an incomplete one could never be trained on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_rl.environments.base import EpisodeSpec, Task
 
 @dataclass(frozen=True)
 class ScheduledEpisode:
-    """An episode of the scheduler."""
+    """An episode with its position in the run."""
 
     spec: EpisodeSpec
     block: int
@@ -29,17 +29,17 @@ class ScheduledEpisode:
     group_size: int
     """Episodes of its block and group."""
     level: int
-    """Place of the task that it is from."""
+    """Index of the task that it is from."""
 
 
 class EpisodeScheduler:
-    """Hands out the episodes of a run, one at a time.
+    """Returns the episodes of a run, one at a time.
 
     Args:
-        levels: what is played, a task for each level.
-        level_of: level of a block, asked once for each, when its first episode comes next.
+        levels: a task for each level of the curriculum.
+        level_of: level of a block, called once for each, when its first episode comes next.
         block_size: episodes of one block of `Task.training_specs`.
-        recorded: trajectory ids that lie in the stream.
+        recorded: trajectory ids in the stream.
         limit: most episodes ever begun; None: no end.
     """
 
@@ -60,16 +60,17 @@ class EpisodeScheduler:
         self.begun = len(recorded)
         """Episodes recorded or in flight."""
         self.room = 0
+        """Episodes that may have begun since the run began."""
 
     async def allow(self, room: int) -> None:
-        """Room for so many episodes since the run began."""
+        """Set `room`."""
         if room != self.room:
             async with self._changed:
                 self.room = room
                 self._changed.notify_all()
 
     async def take(self) -> ScheduledEpisode | None:
-        """The next episode, once there is room for it; None: all that was wanted has begun."""
+        """Wait until there is room, and return the next episode; None: `limit` episodes have begun."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._ended or self.begun < self.room or self._inside_group)
             if self._ended:
@@ -79,14 +80,14 @@ class EpisodeScheduler:
             return self._last
 
     async def give_back(self) -> None:
-        """An episode that had begun left nothing behind: another may begin."""
+        """Count an episode that had begun as not begun: it left nothing to record, and another may begin."""
         async with self._changed:
             self.begun -= 1
             self._changed.notify_all()
 
     @property
     def starved(self) -> bool:
-        """Whether the trainer gives no room for more."""
+        """Whether no episode can begin until the trainer gives more room."""
         return not self._ended and self.begun >= self.room and not self._inside_group
 
     @property
@@ -104,6 +105,6 @@ def _planned(levels: Sequence[Task], level_of: Callable[[int], int], block_size:
         level = level_of(block)
         specs = levels[level].training_specs(block, block_size)
         sizes = Counter(spec.group_id for spec in specs)
-        first = {spec.group_id: place for place, spec in reversed(list(enumerate(specs)))}
+        first = {spec.group_id: i for i, spec in reversed(list(enumerate(specs)))}
         for spec in sorted(specs, key=lambda spec: first[spec.group_id]):
             yield ScheduledEpisode(spec, block, sizes[spec.group_id], level)

@@ -1,4 +1,4 @@
-"""Finished trajectories to the stream of shards, in small whole files, also when the disk is full for a while."""
+"""Writes finished trajectories to the stream of shards, in small whole files, and waits while the disk is full."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from megatron_rl.rollouts.schema import RolloutHeader, Trajectory
 from megatron_rl.rollouts.store import open_shard, write_shard
 
 SHARDS_PER_FOLDER = 256
-"""A folder's manifest is written anew with each shard."""
+"""A folder's manifest is rewritten with each shard."""
 RETRY_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
 class ShardWriter:
-    """Collects trajectories and writes a shard of `episodes`, or of what there is after `seconds`.
+    """Buffers trajectories and writes them as shards.
 
-    Whoever adds a trajectory while a shard cannot be written waits, so that nothing piles up in memory.
+    While a shard cannot be written, `add` waits, so that the buffer stays small.
 
     Args:
         stream: directory of shard directories.
         header: of all shards.
-        episodes, seconds: see above.
-        patience: seconds to go on trying where the file system refuses.
+        episodes: trajectories of a shard.
+        seconds: age of the oldest buffered trajectory after which a smaller shard is written.
+        patience: seconds for which a write that the file system refuses is retried.
     """
 
     def __init__(self, stream: Path, header: RolloutHeader, *, episodes: int, seconds: float, patience: float) -> None:
@@ -39,18 +40,18 @@ class ShardWriter:
         self.written = 0
         """Trajectories written by this writer."""
         self.problem = ""
-        """Why the last attempt failed; empty: it did not."""
+        """Why the last write failed; empty: it did not."""
 
     @property
-    def held(self) -> int:
-        """Trajectories that no shard holds yet."""
+    def buffered(self) -> int:
+        """Trajectories that are in no shard yet."""
         return len(self._buffer)
 
     async def add(self, trajectory: Trajectory) -> None:
         """Take a finished trajectory; one without tokens, whose environment failed to start, is left out.
 
         Raises:
-            RolloutError: the file system has refused for longer than `patience`.
+            RolloutError: see `flush`.
         """
         if not len(trajectory.tokens):
             _log.warning("episode %s left nothing to record: %s", trajectory.trajectory_id, _why(trajectory))
@@ -62,10 +63,18 @@ class ShardWriter:
             if len(self._buffer) >= self._episodes:
                 await self._write()
 
-    async def flush(self, *, all_of_it: bool = False) -> None:
-        """Write what is older than `seconds`, or everything. Call it now and then."""
+    async def flush(self, *, force: bool = False) -> None:
+        """Write the buffer if its oldest trajectory is older than `seconds`. To be called regularly.
+
+        Args:
+            force: write it whatever its age.
+
+        Raises:
+            RolloutError: the file system has refused for longer than `patience`, or a trajectory does not fit the
+                shard's schema.
+        """
         async with self._lock:
-            if self._buffer and (all_of_it or time.monotonic() - self._since >= self._seconds):
+            if self._buffer and (force or time.monotonic() - self._since >= self._seconds):
                 await self._write()
 
     async def _write(self) -> None:
@@ -77,11 +86,11 @@ class ShardWriter:
                 await asyncio.to_thread(_write_once, folder, self._header, list(self._buffer), name)
                 break
             except RolloutError as error:
-                # Only what the file system said may pass; a trajectory that does not fit its schema never will.
+                # Only errors of the file system may pass; a trajectory that does not fit its schema never will.
                 if not isinstance(error.__cause__, OSError) or time.monotonic() - start > self._patience:
                     raise
                 self.problem = str(error)
-                _log.warning("tried again in %g s: %s", RETRY_SECONDS, error)
+                _log.warning("a shard was not written, next attempt in %g s: %s", RETRY_SECONDS, error)
             await asyncio.sleep(RETRY_SECONDS)
         self._number += 1
         self.written += len(self._buffer)
@@ -90,17 +99,17 @@ class ShardWriter:
 
 
 def _why(trajectory: Trajectory) -> str:
-    return str((trajectory.metadata or {}).get("error", trajectory.outcome))
+    return str(trajectory.metadata.get("error", trajectory.outcome))
 
 
 def _write_once(folder: Path, header: RolloutHeader, trajectories: list[Trajectory], name: str) -> None:
-    # An attempt may have failed after its commit, at the folder's manifest: then the shard is there.
+    # An attempt may have failed after the shard was committed, at the folder's manifest: then nothing is left to do.
     if not (folder / f"{name}.arrow.json").exists():
         write_shard(folder, header, trajectories, name=name)
 
 
 def recorded_ids(stream: Path) -> set[str]:
-    """Trajectory ids of all committed shards. Only that column is read."""
+    """Trajectory ids of all committed shards; no other column is read."""
     ids: set[str] = set()
     for entry in sorted(stream.glob("*/*.arrow.json")):
         _, batches = open_shard(entry.with_name(entry.name.removesuffix(".json")))

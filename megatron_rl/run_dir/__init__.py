@@ -1,1 +1,1 @@
-"""What trainer and rollout worker share on disk: messages, the run's lock, the ledger of what was trained on."""
+"""Files that trainer and rollout worker share: messages, the run's lock, the ledger of trained trajectories."""

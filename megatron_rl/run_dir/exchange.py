@@ -1,13 +1,14 @@
-"""What trainer and rollout process tell each other: small JSON files in the run directory, and nothing else.
+"""Messages between trainer and rollout process: files in the run directory, and nothing else.
 
-    exchange/progress.json              trainer → rollout: weight version, trajectories taken, whether the run is over
-    exchange/heartbeat.json             rollout → trainer: that it lives, what it does, what hinders it
-    exchange/evaluation-000010.json     rollout → trainer: greedy success of a weight version
-    weights/version-000010/             trainer → rollout: HF directory, appears whole
+    exchange/progress.json                trainer → rollout: weight version, trajectories taken, whether the run is over
+    exchange/heartbeat.json               rollout → trainer: that it is alive, its state, its counts, its last problem
+    exchange/evaluation-000010.json       rollout → trainer: greedy success of a weight version
+    weights/version-000010/               trainer → rollout: HF directory
     weights/version-000010.rejected.json  rollout → trainer: an engine refused it, and why
-    rollouts/stream/00000/*.arrow       rollout → trainer: finished trajectories
+    rollouts/stream/00000/*.arrow         rollout → trainer: finished trajectories
 
-Every file appears whole. Either side may be absent, late, or start again: each reads the newest state and acts on it.
+Every file and directory appears whole (written under another name, then renamed). Either side may be absent, late, or
+start again: each reads the newest state and acts on it.
 """
 
 from __future__ import annotations
@@ -33,63 +34,64 @@ class Progress:
     version: int
     """Newest weight version: iterations completed."""
     taken: int
-    """Trajectories that completed iterations trained on or gave up: room for as many new ones."""
+    """Trajectories that completed iterations trained on or dropped; as many new ones may begin."""
     done: bool = False
     """The run is over: the rollout process ends."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Written by the rollout process every second or so. That it changes is the sign of life: clocks may differ."""
+    """Written by the rollout process about once a second. A change means that it is alive: clocks may differ."""
 
     beat: int
-    """Counts up."""
+    """Differs in every heartbeat: nanoseconds of the writer's clock."""
     state: str
-    """One of STATES; `finished`: no trajectory will follow; `failed`: it has ended with `problem`."""
+    """One of STATES; `finished`: no trajectory will follow; `failed`: the process has ended with `problem`."""
     version: int
     """Weight version its engine serves; -1: none yet."""
     recorded: int
     """Trajectories on disk."""
     problem: str = ""
-    """What hinders it, for people; empty: nothing."""
+    """Text of the last error, while it lasts; empty: none."""
     in_flight: int = -1
     """Episodes that were begun and are not on disk; -1: not known."""
     level: int = -1
-    """Of the curriculum, for episodes that begin now; -1: not known, or there is none."""
+    """Curriculum level of episodes that begin now; -1: not known, or no curriculum."""
     success: float | None = None
     """Success rate over the curriculum's window; None: not known."""
     awake_bytes: int = 0
-    """Memory before the engine last slept (`engines.vllm.replica.Footprint`); 0: it never did, or cannot tell."""
+    """Engine memory before it last slept (`engines.vllm.replica.Footprint`); 0: it never slept, or not measured."""
     asleep_bytes: int = 0
-    """And after."""
+    """Engine memory while it last slept; 0: as above."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Places in a run directory."""
+    """Reads and writes the messages of a run directory."""
 
     output: Path
+    """The run directory."""
 
     @property
     def stream(self) -> Path:
-        """Directories of shards, in the order of their names."""
+        """Directory of the directories of shards, which are in the order of their names."""
         return self.output / "rollouts" / "stream"
 
     @property
     def weights(self) -> Path:
-        """Published versions."""
+        """Directory of the published versions."""
         return self.output / "weights"
 
     def write_progress(self, progress: Progress) -> None:
-        """Replace the trainer's message, durably."""
+        """Replace the trainer's progress, durably."""
         self._write("progress.json", asdict(progress))
 
     def progress(self) -> Progress | None:
-        """The trainer's message; None: it has not begun."""
+        """The trainer's progress; None: it has not begun."""
         return _read(Progress, self._folder / "progress.json")
 
     def write_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Replace the rollout process's message. On a full disk at least the old one's time changes."""
+        """Replace the heartbeat. On a full disk only the modification time of the old one changes."""
         try:
             self._write("heartbeat.json", asdict(heartbeat))
         except OSError:
@@ -97,7 +99,7 @@ class Exchange:
                 os.utime(self._folder / "heartbeat.json")
 
     def heartbeat(self) -> tuple[Heartbeat | None, float]:
-        """The rollout process's message, or None, and the file's time, of which only changes mean something."""
+        """The newest heartbeat and its file's modification time, of which only changes count; None and 0: no file."""
         path = self._folder / "heartbeat.json"
         try:
             changed = path.stat().st_mtime
@@ -106,25 +108,25 @@ class Exchange:
         return _read(Heartbeat, path), changed
 
     def forget_heartbeat(self) -> None:
-        """Before a new rollout process starts: the last word of the one before is not its own."""
+        """Remove the heartbeat, before a new rollout process starts: the last one is of the process before."""
         (self._folder / "heartbeat.json").unlink(missing_ok=True)
 
     def write_evaluation(self, version: int, success: float) -> None:
-        """Greedy success of a version."""
+        """Write the greedy success rate of a version."""
         self._write(f"evaluation-{version:06d}.json", {"version": version, "success": success})
 
     def evaluations(self) -> dict[int, float]:
-        """Version → greedy success, of all that were played."""
+        """Version → greedy success rate, of all versions that were evaluated."""
         found = (_read_json(path) for path in sorted(self._folder.glob("evaluation-*.json")))
         return {entry["version"]: entry["success"] for entry in found if entry is not None}
 
     def published(self) -> dict[int, Path]:
-        """Version → directory, of all that are there."""
+        """Version → directory, of all versions that were published and not pruned."""
         found = ((_VERSION.fullmatch(path.name), path) for path in self.weights.glob("version-*"))
         return {int(name[1]): path for name, path in found if name and path.is_dir()}
 
     def reject(self, version: int, reason: str) -> None:
-        """Tell the trainer that an engine refused a version."""
+        """Write that an engine refused a version."""
         write_text(_rejection(self.weights, version), json.dumps({"version": version, "reason": reason}))
 
     def rejection(self, version: int) -> str | None:
@@ -133,7 +135,7 @@ class Exchange:
         return None if found is None else str(found["reason"])
 
     def forget_rejection(self, version: int) -> None:
-        """Before a version is published again."""
+        """Remove a version's refusal, before the version is published again."""
         _rejection(self.weights, version).unlink(missing_ok=True)
 
     @property

@@ -1,11 +1,10 @@
-"""One writer per run directory: a lock file with an owner whose life can be checked, so that a crash leaves no lock
-that has to be removed by hand.
+"""One writer per run directory: a lock file that names its owner, so that a crash leaves no lock to remove by hand.
 
-The owner touches the file every `BEAT` seconds. A lock is dead when its process is gone (same host), when it belongs to
-an earlier start of our own SLURM job (a requeued job finds its own lock), or when it was not touched for `DEAD` seconds
-(a node that died). The check and the take-over happen under `fcntl` on a guard file, so that of two waiting processes
-one wins. An owner that finds its lock taken (it was suspended for longer than `DEAD`) ends at once: it must not write
-another byte.
+The owner touches the file every `TOUCH_SECONDS`. A lock is stale when its process has ended (same host), when it is of
+an earlier start of our own SLURM job (a requeued job finds its own lock), or when it was not touched for
+`STALE_SECONDS` (a node that died). Checking and taking it happen under `flock` on a file beside it, so that of two
+waiting processes one wins. An owner that finds its lock taken (it was suspended for longer than `STALE_SECONDS`) ends
+at once: it must not write another byte.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from megatron_rl.errors import LaunchError
 from megatron_rl.files import write_text
 
 NAME = "run.lock"
-BEAT, DEAD = 5.0, 45.0
-"""Seconds between touches, and without one until the owner counts as dead."""
+TOUCH_SECONDS, STALE_SECONDS = 5.0, 45.0
+"""Seconds between two touches, and without a touch until the owner counts as dead."""
 _log = logging.getLogger(__name__)
 
 
@@ -48,10 +47,13 @@ class Owner:
 
 
 class RunLock:
-    """The lock of a run directory, held until `release`. See `run_lock` for the usual use.
+    """The lock of a run directory, held until `release`. `run_lock` is its context manager.
+
+    Args:
+        directory: is made if it does not exist.
 
     Raises:
-        LaunchError: another living process trains in this directory; says which.
+        LaunchError: another living process holds it; names host, process and SLURM job.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -65,14 +67,14 @@ class RunLock:
             int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         )
         directory.mkdir(parents=True, exist_ok=True)
-        with _guard(self.path):
+        with _exclusive(self.path):
             holder = read_owner(self.path)
             if holder is not None and _alive(holder, self.path, self.owner):
                 raise _refused(holder, self.path)
             write_text(self.path, json.dumps(asdict(self.owner)))
         self._ended = threading.Event()
-        self._beating = threading.Thread(target=self._beat, name="run-lock", daemon=True)
-        self._beating.start()
+        self._thread = threading.Thread(target=self._touch, name="run-lock", daemon=True)
+        self._thread.start()
 
     @property
     def held(self) -> bool:
@@ -82,14 +84,14 @@ class RunLock:
     def release(self) -> None:
         """Give the lock back."""
         self._ended.set()
-        self._beating.join()
-        with _guard(self.path):
+        self._thread.join()
+        with _exclusive(self.path):
             if self.held:
                 self.path.unlink()
 
-    def _beat(self) -> None:
-        while not self._ended.wait(BEAT):
-            with _guard(self.path):
+    def _touch(self) -> None:
+        while not self._ended.wait(TOUCH_SECONDS):
+            with _exclusive(self.path):
                 if not self.held:
                     _log.critical("%s was taken over: this process ends without another write", self.path)
                     os._exit(1)
@@ -99,6 +101,10 @@ class RunLock:
 @contextmanager
 def run_lock(directory: str | Path, *, first: bool) -> Iterator[None]:
     """Hold the lock of a run directory; only the first rank takes it.
+
+    Args:
+        directory: the run directory.
+        first: whether this is the first rank.
 
     Raises:
         LaunchError: on the first rank, see `RunLock`.
@@ -112,7 +118,7 @@ def run_lock(directory: str | Path, *, first: bool) -> Iterator[None]:
 
 
 def read_owner(path: Path) -> Owner | None:
-    """Who the lock file names; None: there is no lock, or nothing legible in it."""
+    """The owner that a lock file names; None: there is no file, or it is not legible."""
     try:
         return Owner(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -124,7 +130,7 @@ def _alive(holder: Owner, path: Path, us: Owner) -> bool:
         return False
     if holder.host == us.host:
         return holder.started != "" and _started(holder.process) == holder.started
-    return time.time() - path.stat().st_mtime < DEAD
+    return time.time() - path.stat().st_mtime < STALE_SECONDS
 
 
 def _started(process: int) -> str:
@@ -135,7 +141,7 @@ def _started(process: int) -> str:
 
 
 @contextmanager
-def _guard(path: Path) -> Iterator[None]:
+def _exclusive(path: Path) -> Iterator[None]:
     with open(path.with_name(path.name + ".guard"), "w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""vLLM's own sleep mode: the GPU's memory is really free meanwhile, and what comes back is the version that serves."""
+"""vLLM's own sleep mode: the GPU's memory is really free meanwhile, and awake again it holds the version it serves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
 
 @pytest.fixture(scope="module")
 def engine(versions: Versions) -> Iterator:
-    """A pool over one engine of this process, started with sleep mode."""
+    """An engine over one replica of this process, started with sleep mode."""
     from megatron_rl.engines.vllm.engine import VllmEngine
     from megatron_rl.engines.vllm.inprocess_replica import InProcessReplica
     from megatron_rl.engines.vllm.options import VllmOptions
@@ -49,18 +49,18 @@ def engine(versions: Versions) -> Iterator:
     sizes = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_bytes": KV_BYTES}
     executor = {"distributed_executor_backend": "uni", "gpu_memory_utilization": 0.3}
     options = VllmOptions(versions.v0, dtype="bfloat16", can_sleep=True, extra=executor, **sizes)
-    with VllmEngine([InProcessReplica(options)], versions.v0) as pool:
-        yield pool
+    with VllmEngine([InProcessReplica(options)], versions.v0) as made:
+        yield made
 
 
-def test_the_device_is_free_and_the_same_answer_comes_back(engine, versions: Versions) -> None:
+def test_the_device_is_free_and_the_same_completion_comes_back(engine, versions: Versions) -> None:
     engine.load(versions.v0, 0)
     (before,) = engine.generate([TOKENS], 24, [], greedy=True)
-    assert engine.can_rest
+    assert engine.can_sleep
     awake = torch.cuda.mem_get_info()[0]
     found = engine.sleep()
     assert found.awake - found.asleep > 0.9 * KV_BYTES, found
-    assert torch.cuda.mem_get_info()[0] - awake > 0.9 * KV_BYTES, "others can have it"
+    assert torch.cuda.mem_get_info()[0] - awake > 0.9 * KV_BYTES, "other processes can use it"
     (after,) = engine.generate([TOKENS], 24, [], greedy=True)
     assert np.array_equal(before.tokens, after.tokens) and np.array_equal(before.routes, after.routes)
 

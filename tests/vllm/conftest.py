@@ -1,4 +1,4 @@
-"""Real engines, made once: an embedded float32 one, a bfloat16 server, and two published versions of a tiny model."""
+"""Real engines, made once: a float32 one in this process, a bfloat16 server, and published versions of a tiny model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from megatron_rl.engines.canary import Canary, mean_k3
 from megatron_rl.engines.publication import write_publication
 from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
 from megatron_rl.engines.vllm.options import VllmOptions, vllm_environment
@@ -21,6 +22,7 @@ from tests.vllm import trainer
 from tests.vllm.proxy import FaultProxy
 
 if TYPE_CHECKING:
+    from megatron_rl.engines.vllm.engine import VllmEngine
     from megatron_rl.engines.vllm.inprocess_replica import InProcessReplica
     from tests.dist.pool import RankPool
 
@@ -47,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Published:
-    """Versions 0 and 1 as the trainer would publish them, and what must not be taken."""
+    """Versions 0 and 1 as the trainer would publish them, and three that must be refused."""
 
     v0: Path
     v1: Path
@@ -56,12 +58,12 @@ class Published:
     torn: Path
     """Version 3, altered after it was published."""
     partial: Path
-    """Version 4, whose manifest fits, but a tensor of the model is not there."""
+    """Version 4, whose manifest fits, but which lacks a tensor of the model."""
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Published:
-    """The directories with weights in them, not yet published."""
+    """The directories with weights, not yet published."""
     folder, words = tmp_path_factory.mktemp("weights"), Vocabulary([f"w{i}" for i in range(VOCAB)])
     made = Published(*(folder / field.name for field in fields(Published)))
     for field in fields(Published):
@@ -72,7 +74,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Published:
 
 @pytest.fixture(scope="session")
 def published(checkpoints: Published, request: pytest.FixtureRequest, ranks: RankPool) -> Published:
-    """The same with manifests, and canaries of the real trainer. The server, if one is needed, comes up meanwhile."""
+    """The same with manifests, and canaries of the real trainer. The server, if one is needed, starts meanwhile."""
     if any("proxy" in item.fixturenames or "[server" in item.name for item in request.session.items):
         request.getfixturevalue("server")
     first, second = (
@@ -102,8 +104,8 @@ def options(model: Path, dtype: str, **more: object) -> VllmOptions:
 
 
 @pytest.fixture(scope="session")
-def embedded(published: Published) -> InProcessReplica:
-    """A float32 engine in this process. Tests leave its weights as they like; a pool brings its own."""
+def inprocess(published: Published) -> InProcessReplica:
+    """A float32 engine in this process. Tests leave any weights in it: a `VllmEngine` loads its own."""
     from megatron_rl.engines.vllm.inprocess_replica import InProcessReplica
 
     return InProcessReplica(options(published.v0, "float32"))
@@ -111,7 +113,7 @@ def embedded(published: Published) -> InProcessReplica:
 
 @pytest.fixture(scope="session")
 def server(checkpoints: Published, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    """A bfloat16 server that comes up while other things are done: `server.wait()` before use."""
+    """A bfloat16 server that starts in the background: `server.wait()` before use."""
     started = LocalServer(options(checkpoints.v0, "bfloat16"), tmp_path_factory.mktemp("server") / "server.log")
     started.start()
     yield started
@@ -122,9 +124,30 @@ def server(checkpoints: Published, tmp_path_factory: pytest.TempPathFactory) -> 
 def proxy(server: LocalServer) -> Iterator[FaultProxy]:
     """In front of the server, which answers from here on."""
     server.wait()
-    between = FaultProxy(server.url)
-    yield between
-    between.close()
+    started = FaultProxy(server.url)
+    yield started
+    started.close()
+
+
+class KeepOpen:
+    """A replica that stays open when an engine over it is closed."""
+
+    def __init__(self, replica) -> None:
+        self._replica = replica
+
+    def __getattr__(self, name: str):
+        return getattr(self._replica, name)
+
+    async def close(self) -> None:
+        """Only accept calls again."""
+        await self._replica.resume()
+
+
+def holds(engine: VllmEngine, weights: Path, bound: float) -> bool:
+    """Whether the engine scores these weights' canary as the trainer did, up to a mean k3 of `bound` nats."""
+    canary = Canary.read(weights)
+    assert canary is not None
+    return mean_k3(canary.logprobs, engine.score(CANARY_TOKENS)) < bound
 
 
 def _flip_byte(file: Path) -> None:

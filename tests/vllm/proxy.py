@@ -1,4 +1,4 @@
-"""A server in front of a real vLLM server that spoils chosen answers, as networks and broken engines do."""
+"""A proxy of a real vLLM server that spoils chosen responses, as networks and broken engines do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLING = "/v1/completions"
 class FaultProxy:
     """Forwards everything; each fault of `faults` is used up by one sampling call, in order.
 
-    A fault is a function that changes the answer, or a word: `error` (500), `hang`, `drop` (half an answer).
+    A fault is a function that changes the response, or a word: `error` (500), `hang`, `drop` (half a response).
     """
 
     def __init__(self, upstream: str) -> None:
@@ -55,31 +55,31 @@ class FaultProxy:
         return self.faults.pop(0) if self.faults else None
 
 
-def no_routes(answer: dict[str, Any]) -> None:
+def no_routes(response: dict[str, Any]) -> None:
     """The server was started without routes, or lost them."""
-    answer["choices"][0]["routed_experts"] = None
+    response["choices"][0]["routed_experts"] = None
 
 
-def too_few_rows(answer: dict[str, Any]) -> None:
+def too_few_rows(response: dict[str, Any]) -> None:
     """The last row is missing."""
-    choice = answer["choices"][0]
+    choice = response["choices"][0]
     choice["routed_experts"] = _encoded(_decoded(choice["routed_experts"])[:-1])
 
 
-def missing_layer(answer: dict[str, Any]) -> None:
+def missing_layer(response: dict[str, Any]) -> None:
     """One decoder layer is missing: neither all layers nor the MoE layers."""
-    choice = answer["choices"][0]
+    choice = response["choices"][0]
     choice["routed_experts"] = _encoded(np.concatenate([_decoded(choice["routed_experts"])] * 2, axis=1)[:, :5])
 
 
-def nan_logprob(answer: dict[str, Any]) -> None:
+def nan_logprob(response: dict[str, Any]) -> None:
     """One log-prob is not a number."""
-    answer["choices"][0]["logprobs"]["token_logprobs"][-1] = float("nan")
+    response["choices"][0]["logprobs"]["token_logprobs"][-1] = float("nan")
 
 
-def other_process(answer: dict[str, Any]) -> None:
-    """The answer of a server that was restarted meanwhile."""
-    answer["system_fingerprint"] = "another"
+def other_process(response: dict[str, Any]) -> None:
+    """The response of a server that was restarted meanwhile."""
+    response["system_fingerprint"] = "another"
 
 
 def _decoded(text: str) -> np.ndarray:
@@ -108,21 +108,21 @@ def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
             if fault == "hang":
                 proxy.released.wait(120)
                 return
-            status, content = self._ask_upstream(body)
+            status, content = self._send_upstream(body)
             if callable(fault):
-                answer = json.loads(content)
-                fault(answer)
-                content = json.dumps(answer).encode()
+                response = json.loads(content)
+                fault(response)
+                content = json.dumps(response).encode()
             self._reply(status, content, half=fault == "drop")
 
-        def _ask_upstream(self, body: bytes) -> tuple[int, bytes]:
+        def _send_upstream(self, body: bytes) -> tuple[int, bytes]:
             data = body if self.command == "POST" else None
             request = urllib.request.Request(
                 proxy.upstream + self.path, data=data, headers={"Content-Type": "application/json"}
             )
             try:
-                with urllib.request.urlopen(request, timeout=120) as response:
-                    return response.status, response.read()
+                with urllib.request.urlopen(request, timeout=120) as reply:
+                    return reply.status, reply.read()
             except urllib.error.HTTPError as error:
                 return error.code, error.read()
             except OSError:

@@ -14,7 +14,7 @@ from megatron_rl.engines.vllm.http_replica import HttpReplica
 from megatron_rl.rollouts.store import read_batch
 from megatron_rl.rollouts.validate import validate
 from tests.vllm import trainer
-from tests.vllm.conftest import VOCAB, Published
+from tests.vllm.conftest import VOCAB, KeepOpen, Published
 from tests.vllm.proxy import FaultProxy
 
 TEMPERATURE, STOP = 0.8, 5
@@ -28,33 +28,20 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 @pytest.fixture
-def engine(embedded, published: Published) -> Iterator[VllmEngine]:
-    """A pool over the embedded engine at version 0; the replica outlives it."""
-    with VllmEngine([Kept(embedded)], published.v0, temperature=TEMPERATURE) as pool:
-        yield pool
-
-
-class Kept:
-    """A replica that closing a pool leaves open."""
-
-    def __init__(self, replica) -> None:
-        self._replica = replica
-
-    def __getattr__(self, name: str):
-        return getattr(self._replica, name)
-
-    async def close(self) -> None:
-        await self._replica.resume()
+def engine(inprocess, published: Published) -> Iterator[VllmEngine]:
+    """An engine over the in-process replica at version 0; the replica outlives it."""
+    with VllmEngine([KeepOpen(inprocess)], published.v0, temperature=TEMPERATURE) as made:
+        yield made
 
 
 def test_float32_routes_are_the_trainers_and_logprobs_agree(engine: VllmEngine, published, ranks, tmp_path) -> None:
-    asked = prompts(1)
-    first = engine.generate(asked, 24, [STOP])
+    sent = prompts(1)
+    first = engine.generate(sent, 24, [STOP])
     assert all(len(g.tokens) == 24 or g.tokens[-1] == STOP for g in first)
     # A second turn continues the exact tokens and finds the first one's prefix stored.
-    longer = [[*p, *g.tokens.tolist(), 3, 9] for p, g in zip(asked, first, strict=True)]
-    asked, found = asked + longer, first + engine.generate(longer, 24, [STOP])
-    directory = trainer.record(engine.header("words"), asked, found, tmp_path)
+    longer = [[*p, *g.tokens.tolist(), 3, 9] for p, g in zip(sent, first, strict=True)]
+    sent, found = sent + longer, first + engine.generate(longer, 24, [STOP])
+    directory = trainer.record(engine.header("words"), sent, found, tmp_path)
     batch = read_batch(directory)
     validate(
         batch, expected=engine.header("words").fingerprint, replay=True, current_version=0, temperature=TEMPERATURE
@@ -86,9 +73,9 @@ def test_score_and_canary(engine: VllmEngine, published: Published) -> None:
 
 def test_bfloat16_mismatch_shrinks_under_replay(proxy: FaultProxy, published: Published, ranks, tmp_path: Path, capsys):
     with VllmEngine([HttpReplica(proxy.url)], published.v0, temperature=TEMPERATURE) as engine:
-        asked = [prompt for seed in range(6) for prompt in prompts(seed)]
-        found = engine.generate(asked, 40, [])
-        directory = trainer.record(engine.header("words"), asked, found, tmp_path)
+        sent = [prompt for seed in range(6) for prompt in prompts(seed)]
+        found = engine.generate(sent, 40, [])
+        directory = trainer.record(engine.header("words"), sent, found, tmp_path)
     (scores,) = ranks.run(trainer.score_recorded, 1, str(published.v0), str(directory), "bfloat16", TEMPERATURE)
     recorded = np.concatenate([g.logprobs for g in found])
     rows = {"own routes": scores.native, "replayed": scores.replayed}

@@ -18,11 +18,11 @@ def test_a_run_on_vllm_rollouts(ranks: RankPool, tmp_path: Path, engine: str) ->
     vllm = {"engine": engine, "engine_options": {"kv_cache_bytes": 64 << 20}, "restarts": 0}
     rows = ranks.run(train, 1, settings(model, output, rollout=vllm), timeout=400)[0]
     assert len(rows) == ITERATIONS
-    assert rows[0]["first_step/k3"] < 1e-6, "the trainer recognises what vLLM sampled"
+    assert rows[0]["first_step/k3"] < 1e-6, "the trainer agrees with vLLM's log-probs"
     assert max(row["stream/staleness_max"] for row in rows) <= 2
     assert max(row["replay/missing"] for row in rows) == 0
     assert not list((output / "weights").glob("*.rejected.json"))
-    used = [place for places in ledger_rows(output) for place in places]
+    used = [row for rows_of_entry in ledger_rows(output) for row in rows_of_entry]
     assert len(used) == len(set(used))
     wait_for_no_process(output)
     replayed = settings(model, tmp_path / "replay", rollout={"recorded": str(output)})

@@ -56,8 +56,8 @@ def server(versions: list[Path], tmp_path_factory: pytest.TempPathFactory) -> It
             yield started
 
 
-def told(server: LocalServer, copy: int, **body: Any) -> dict[str, Any]:
-    """The answer of one engine copy."""
+def completion_of(server: LocalServer, copy: int, **body: Any) -> dict[str, Any]:
+    """A completion of one engine copy."""
     body = {"model": SERVED_NAME, "prompt": [1, 2, 3], "detokenize": False, "return_token_ids": True} | body
     headers = {"X-data-parallel-rank": str(copy)}
     response = httpx2.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
@@ -65,13 +65,13 @@ def told(server: LocalServer, copy: int, **body: Any) -> dict[str, Any]:
     return choice
 
 
-def test_every_copy_proves_its_weights_and_samples_its_own_stream(server: LocalServer, versions: list[Path]) -> None:
+def test_every_copy_is_verified_and_samples_its_own_stream(server: LocalServer, versions: list[Path]) -> None:
     def scores() -> list[Any]:
-        return [told(server, copy, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"][1:] for copy in COPIES]
+        return [completion_of(server, copy, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"][1:] for copy in COPIES]
 
     def sampled() -> list[list[int]]:
         engine.reseed(7)
-        return [told(server, copy, max_tokens=16, ignore_eos=True)["token_ids"] for copy in COPIES]
+        return [completion_of(server, copy, max_tokens=16, ignore_eos=True)["token_ids"] for copy in COPIES]
 
     with VllmEngine([HttpReplica(server.url)], versions[0], settings=ReplicaSetSettings(attempts=1)) as engine:
         before, tokens = scores(), sampled()

@@ -29,10 +29,10 @@ SETTINGS = ReplicaSetSettings(attempts=3, backoff=0.01, patience=20, health_ever
 
 @pytest.fixture
 def engine(proxy: FaultProxy, published: Published) -> Iterator[VllmEngine]:
-    """A pool whose calls may take two seconds."""
-    with VllmEngine([HttpReplica(proxy.url, timeout=2.0)], published.v0, settings=SETTINGS) as pool:
+    """An engine whose calls may take two seconds."""
+    with VllmEngine([HttpReplica(proxy.url, timeout=2.0)], published.v0, settings=SETTINGS) as made:
         proxy.sampled = 0
-        yield pool
+        yield made
     proxy.faults.clear()
 
 
@@ -42,7 +42,7 @@ def test_fault_is_survived_once(engine: VllmEngine, proxy: FaultProxy, fault: st
     proxy.faults[:] = [spoil]
     (generation,) = engine.generate([[4, 5, 6]], 8, [])
     assert generation.routes.shape == (3, 10, 2) and generation.version == 0
-    # A connection that breaks is tried once more below the pool; everything else is counted.
+    # `HttpReplica` itself repeats a call whose connection breaks; the engine counts everything else.
     assert proxy.sampled == 2 and engine.faults[kind.__name__] == (fault != "dropped"), engine.faults
 
 

@@ -20,11 +20,10 @@ from megatron_rl.engines.vllm.server import LocalServer
 from megatron_rl.engines.vllm.server_group import ServerGroup
 from megatron_rl.errors import LaunchError
 from tests.vllm.conftest import VOCAB, Published, options
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 PATIENT = ReplicaSetSettings(attempts=6, patience=400, health_every=1.0)
-
-
 TURNS = 16
 """Of 14 tokens after 20: they fit into a context of 256."""
 
@@ -50,15 +49,15 @@ def episodes(engine: VllmEngine, count: int, played: list[int], seed: int = 0) -
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_killed_server_is_restarted_and_taken_back(published: Published, tmp_path: Path, servers: int) -> None:
+def test_killed_server_is_restarted_and_serves_again(published: Published, tmp_path: Path, servers: int) -> None:
     """The weights are version 1 by then; the restarted server begins with version 0 and must not serve it."""
     with ServerGroup(options(published.v0, "float32"), tmp_path, [{}] * servers) as group:
         replicas = [HttpReplica(url, timeout=60) for url in group.urls]
         with VllmEngine(replicas, published.v0, settings=PATIENT) as engine:
             engine.load(published.v1, 1)
-            asked = [state.ask(CompletionRequest((1, 2, 3), 16, ()), 1.0) for state in engine._replicas.states]
-            answers = [tuple(engine._call(one).tokens) for one in asked]
-            assert len(set(answers)) == servers, "started alike, they do not sample alike"
+            calls = [state.complete(CompletionRequest((1, 2, 3), 16, ()), 1.0) for state in engine._replicas.states]
+            sampled = [tuple(engine._call(call).tokens) for call in calls]
+            assert len(set(sampled)) == servers, "started alike, they do not sample alike"
             found, played = [], []
             player = threading.Thread(target=lambda: found.extend(episodes(engine, 6, played)))
             player.start()
@@ -68,10 +67,8 @@ def test_killed_server_is_restarted_and_taken_back(published: Published, tmp_pat
             os.killpg(group.servers[0]._process.pid, signal.SIGKILL)
             player.join(600)
             assert [set(turns) for turns in found] == [{1}] * 6 and engine.faults, "killed in the middle"
-            deadline = time.monotonic() + 300
-            while not all(state.serving for state in engine._replicas.states):
-                assert time.monotonic() < deadline, engine.faults
-                time.sleep(0.5)
+            all_serve = lambda: all(state.serving for state in engine._replicas.states)  # noqa: E731
+            wait_until(all_serve, 300, pause=0.5, what=engine.faults)
             assert group.restarts == [1] + [0] * (servers - 1)
             assert check_canary(engine, Canary.read(published.v1), max_k3=1e-6) < 1e-6
             for state in engine._replicas.states:

@@ -1,42 +1,35 @@
-"""Weight updates of a real vLLM: proven by scoring, one version per generation, and taken back when they fail."""
+"""Weight updates of a real vLLM: verified by scoring, one version a generation, and undone when they fail."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import numpy as np
 import pytest
 
 from megatron_rl.engines import Generation
-from megatron_rl.engines.canary import Canary, mean_k3
 from megatron_rl.engines.local import LocalEngine
 from megatron_rl.engines.vllm.engine import ReplicaSetSettings, VllmEngine
 from megatron_rl.engines.vllm.http_replica import HttpReplica
 from megatron_rl.errors import CheckpointError, EngineVersionError
-from tests.vllm.conftest import CANARY_TOKENS, Published
+from tests.vllm.conftest import CANARY_TOKENS, KeepOpen, Published, holds
 from tests.vllm.proxy import FaultProxy
-from tests.vllm.test_agreement import Kept
+from tests.waiting import wait_until
 
 CALLS, LONG = 8, 150
 
 
-@pytest.fixture(params=["embedded", "server"])
+@pytest.fixture(params=["inprocess", "server"])
 def replica(request: pytest.FixtureRequest):
-    """Each way to reach a vLLM, and the canary's bound for its precision."""
-    if request.param == "embedded":
-        return Kept(request.getfixturevalue("embedded")), 1e-6
+    """Each kind of replica, and the bound on the canary's mean k3 for its precision."""
+    if request.param == "inprocess":
+        return KeepOpen(request.getfixturevalue("inprocess")), 1e-6
     proxy: FaultProxy = request.getfixturevalue("proxy")
     return HttpReplica(proxy.url), 0.01
 
 
-def holds(engine: VllmEngine, path, bound: float) -> bool:
-    """Whether the engine scores as the trainer did with these weights."""
-    return mean_k3(Canary.read(path).logprobs, engine.score(CANARY_TOKENS)) < bound
-
-
-def test_update_is_proven_by_scoring(replica, published: Published) -> None:
+def test_update_is_verified_by_scoring(replica, published: Published) -> None:
     replica, bound = replica
     with VllmEngine([replica], published.v0, settings=ReplicaSetSettings(max_k3=bound)) as engine:
         assert holds(engine, published.v0, bound)
@@ -61,10 +54,10 @@ def test_bad_update_leaves_the_old_version(replica, published: Published, name: 
 
 
 @pytest.mark.parametrize("finish", [False, True], ids=["interrupt", "finish"])
-def test_generation_in_flight_has_one_version(embedded, published: Published, finish: bool) -> None:
+def test_generation_in_flight_has_one_version(inprocess, published: Published, finish: bool) -> None:
     prompts = [[(5 * row + i) % 90 for i in range(3 + 6 * row)] for row in range(CALLS)]
-    with VllmEngine([Kept(embedded)], published.v0, settings=ReplicaSetSettings(finish_calls=finish)) as engine:
-        found = played_through(engine, embedded, prompts, published)
+    with VllmEngine([KeepOpen(inprocess)], published.v0, settings=ReplicaSetSettings(finish_calls=finish)) as engine:
+        found = played_through(engine, inprocess, prompts, published)
         reference = {0: LocalEngine(published.v0), 1: LocalEngine(published.v1)}
         for prompt, parts in zip(prompts, found, strict=True):
             tokens = list(prompt)
@@ -77,15 +70,18 @@ def test_generation_in_flight_has_one_version(embedded, published: Published, fi
     assert [0] in versions if finish else [0, 1] in versions, versions
 
 
-def wait_until_sampling(embedded, calls: int) -> None:
+def wait_until_sampling(inprocess, calls: int) -> None:
     """Until so many calls have three tokens each."""
-    deadline, states = time.monotonic() + 60, embedded._engine.output_processor.request_states
-    while len(states) < calls or min(len(state.detokenizer.output_token_ids) for state in list(states.values())) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    states = inprocess._engine.output_processor.request_states
+
+    def sampling() -> bool:
+        lengths = [len(state.detokenizer.output_token_ids) for state in list(states.values())]
+        return len(lengths) >= calls and min(lengths) >= 3
+
+    wait_until(sampling, 60, pause=0.005)
 
 
-def played_through(engine, embedded, prompts: list[list[int]], published: Published) -> list[list[Generation]]:
+def played_through(engine, inprocess, prompts: list[list[int]], published: Published) -> list[list[Generation]]:
     """Long calls with an update in the middle, each continued from its exact prefix."""
     found: list[list[Generation]] = []
 
@@ -101,14 +97,14 @@ def played_through(engine, embedded, prompts: list[list[int]], published: Publis
 
     player = threading.Thread(target=lambda: asyncio.run(all_turns()))
     player.start()
-    wait_until_sampling(embedded, len(prompts))
+    wait_until_sampling(inprocess, len(prompts))
     engine.load(published.v1, 1)
     player.join(60)
     return found
 
 
-def test_update_that_broke_off_is_repaired_by_the_next(embedded, published: Published) -> None:
-    """It ended between two layers, where nobody could clean up: some layers are new, one waits, none may stay so."""
+def test_update_that_broke_off_is_repaired_by_the_next(inprocess, published: Published) -> None:
+    """It ended between two layers and was not cleaned up: some layers are new, and one waits for its weights."""
     from megatron_rl.hf.reader import SafetensorsReader
 
     def break_off(worker) -> None:
@@ -117,8 +113,8 @@ def test_update_that_broke_off_is_repaired_by_the_next(embedded, published: Publ
         worker.start_weight_update()
         worker.weight_transfer_engine.model.load_weights((name, files.read(name)) for name in names)
 
-    with VllmEngine([Kept(embedded)], published.v0) as engine:
-        engine._call(embedded._do(lambda: embedded._llm.collective_rpc(break_off)))
+    with VllmEngine([KeepOpen(inprocess)], published.v0) as engine:
+        engine._call(inprocess._do(lambda: inprocess._llm.collective_rpc(break_off)))
         engine.load(published.v0, 0)
         assert holds(engine, published.v0, 1e-6)
-        assert engine._call(embedded.differing(published.v0)) == []
+        assert engine._call(inprocess.differing(published.v0)) == []

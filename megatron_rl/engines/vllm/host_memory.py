@@ -1,4 +1,4 @@
-"""Sleep on a CPU, where vLLM has none: memory of tensors goes back to the system and comes again, at its own size."""
+"""Sleep on a CPU, where vLLM has no sleep mode: the memory of tensors is released and allocated again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class ReleasableMemory:
-    """Tensors whose memory was given back. They stay as they are, views and all, but must not be touched meanwhile."""
+    """Releases the memory of tensors, which keep their shapes and views but must not be used before `restore`."""
 
     def __init__(self) -> None:
         self._sizes: list[tuple[torch.UntypedStorage, int]] = []
@@ -21,7 +21,11 @@ class ReleasableMemory:
         return bool(self._sizes)
 
     def release(self, tensors: Iterable[Tensor]) -> None:
-        """What is in them is lost. Tensors that share memory may all be named; those given back before are skipped."""
+        """Release the memory of these tensors; their contents are lost.
+
+        Args:
+            tensors: several may share memory; those released before are skipped.
+        """
         for storage in (tensor.untyped_storage() for tensor in tensors):
             if size := storage.nbytes():
                 self._sizes.append((storage, size))
@@ -29,18 +33,21 @@ class ReleasableMemory:
         release_free_memory()
 
     def restore(self) -> None:
-        """Fresh memory for all of them, zero: attention multiplies what it masks, and NaN times zero is NaN."""
+        """Allocate memory of the same size for all of them, filled with zeros.
+
+        Zeros, because attention multiplies masked values by 0, and NaN times 0 is NaN.
+        """
         while self._sizes:
             storage, size = self._sizes.pop()
             storage.resize_(size).fill_(0)
 
 
 def release_free_memory() -> None:
-    """glibc keeps blocks that were freed, unless they were large; other C libraries have no such call."""
+    """Return freed memory to the system: glibc keeps small blocks. No effect with other C libraries."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def resident_bytes() -> int:
-    """Of this process (Linux)."""
+    """Resident memory of this process (Linux)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

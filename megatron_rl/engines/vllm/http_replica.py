@@ -1,4 +1,4 @@
-"""A vLLM server as a replica: completions with token ids both ways, and the routes that change its weights."""
+"""A vLLM server as a replica: completions with token ids in both directions, and control of its weights."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _SAMPLING = {
 
 
 class HttpReplica:
-    """Talks to one server; it must run in development mode (`server.serve_command`), which opens the weight routes.
+    """Client of one server, which must run in development mode (`server.serve_command`): that enables weight updates.
 
     Args:
         url: ``http://host:port``.
-        timeout: seconds that one call may take.
-        control_timeout: seconds that a question about its state may take.
-        load_timeout: seconds that new weights, going to sleep or waking may take.
+        timeout: seconds that one sampling call may take.
+        control_timeout: seconds that a query of its state may take.
+        load_timeout: seconds that loading weights, going to sleep or waking may take.
     """
 
     def __init__(
@@ -45,19 +45,19 @@ class HttpReplica:
         self._client = httpx2.AsyncClient(base_url=url, limits=httpx2.Limits(max_connections=None))
         self._instance: str | None = None
 
-    async def ask(self, question: CompletionRequest, temperature: float) -> Completion:
+    async def complete(self, request: CompletionRequest, temperature: float) -> Completion:
         """See `Replica`.
 
         Raises:
-            EngineVersionError: the server is another process than the one whose weights were named.
+            EngineVersionError: the server is another process than the one that was resumed last.
         """
         body = {
-            "prompt": question.prompt,
-            "max_tokens": question.max_new_tokens,
-            "stop_token_ids": question.stop_tokens,
-            "temperature": 0.0 if question.greedy else temperature,
+            "prompt": request.prompt,
+            "max_tokens": request.max_new_tokens,
+            "stop_token_ids": request.stop_tokens,
+            "temperature": 0.0 if request.greedy else temperature,
         }
-        found, choice = await self._complete(body)
+        found, choice = await self._post_completion(body)
         self._check_instance(found)
         return Completion(
             tokens=choice["token_ids"],
@@ -70,7 +70,7 @@ class HttpReplica:
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """See `Replica`."""
         body = {"prompt": list(tokens), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        _, choice = await self._complete(body)
+        _, choice = await self._post_completion(body)
         return [
             0.0,
             *(
@@ -83,7 +83,7 @@ class HttpReplica:
         """See `Replica`."""
         version, models = await self._get("/version"), await self._get("/v1/models")
         states = await self._on_workers("device_state")
-        can_sleep = all(state["can_leave"] for state in states)
+        can_sleep = all(state["can_sleep"] for state in states)
         return Description(version["version"], models["data"][0]["max_model_len"], can_sleep)
 
     async def tag(self) -> str:
@@ -99,17 +99,17 @@ class HttpReplica:
         await self._post("/pause", params={"mode": "abort"})
 
     async def resume(self) -> None:
-        """See `Replica`. From here on answers must come from this process of the server."""
+        """See `Replica`. From here on completions must come from the server's current process."""
         await self._post("/resume")
-        found, _ = await self._complete({"prompt": [0], "max_tokens": 1, "temperature": 1.0})
+        found, _ = await self._post_completion({"prompt": [0], "max_tokens": 1, "temperature": 1.0})
         self._instance = found.get("system_fingerprint")
 
     async def load(self, directory: Path, tag: str) -> None:
         """See `Replica`."""
         await self._on_workers("load_directory", path=str(directory))
-        forgotten = await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
-        if not (forgotten or {}).get("success"):
-            raise EngineError("stored prefixes of old weights are still in use", file=self.name, found=forgotten)
+        found = await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        if not (found or {}).get("success"):
+            raise EngineError("stored prefixes of old weights are still in use", file=self.name, found=found)
         await self.set_tag(tag)
 
     async def differing(self, directory: Path) -> list[str]:
@@ -118,20 +118,20 @@ class HttpReplica:
 
     async def sleep(self) -> Footprint:
         """See `Replica`."""
-        awake = held_bytes(await self._on_workers("device_state"))
+        awake = used_bytes(await self._on_workers("device_state"))
         await self._post("/sleep", params={"level": str(SLEEP_LEVEL)}, timeout=self._load)
-        await self._on_workers("leave_device")
-        return Footprint(awake, held_bytes(await self._on_workers("device_state")))
+        await self._on_workers("release_memory")
+        return Footprint(awake, used_bytes(await self._on_workers("device_state")))
 
     async def wake(self) -> None:
         """See `Replica`."""
-        await self._on_workers("return_to_device")
+        await self._on_workers("restore_memory")
         await self._post("/wake_up", timeout=self._load)
         # Waking ends the pause too, and there are no weights yet.
         await self.pause()
 
-    async def sleeps(self) -> bool:
-        """See `Replica`. A server that is only paused says so too: it may be left from an update that broke off."""
+    async def is_sleeping(self) -> bool:
+        """See `Replica`. True also for a server that is only paused, for instance by an update that broke off."""
         return (await self._get("/is_sleeping"))["is_sleeping"]
 
     async def reseed(self, seed: int) -> None:
@@ -148,7 +148,7 @@ class HttpReplica:
         return (await self._post("/collective_rpc", call, timeout=self._load))["results"]
 
     def _check_instance(self, found: Mapping[str, Any]) -> None:
-        """`server` gives every process a name of its own that comes with each answer: a restart shows at once."""
+        """`server` gives every process a fingerprint that comes with each response, so a restart shows at once."""
         instance = found.get("system_fingerprint")
         if instance != self._instance:
             raise EngineVersionError(
@@ -156,17 +156,17 @@ class HttpReplica:
                 file=self.name, found=instance, expected=self._instance,
             )  # fmt: skip
 
-    async def _complete(self, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The response and its one choice, with the fields that are read."""
+    async def _post_completion(self, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The response and its one choice, which has the fields that are read."""
         found = await self._post("/v1/completions", {"model": SERVED_NAME} | _SAMPLING | body, timeout=self._timeout)
         try:
             (choice,) = found["choices"]
             if choice["prompt_token_ids"] != list(body["prompt"]):
-                raise EngineAnswerError("the server answers another prompt", file=self.name, field="prompt_token_ids")
+                raise EngineAnswerError("a completion of another prompt", file=self.name, field="prompt_token_ids")
             choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]  # noqa: B018
         except (KeyError, TypeError, ValueError) as error:
             raise EngineAnswerError(
-                "an answer lacks what was asked for", file=self.name, found=repr(error), expected="ids and log-probs"
+                "a completion lacks requested fields", file=self.name, found=repr(error), expected="ids and log-probs"
             ) from error
         return found, choice
 
@@ -182,45 +182,52 @@ class HttpReplica:
         """The response's JSON.
 
         Raises:
-            EngineUnavailableError: no connection, a lost one, no answer in time, or a server error.
+            EngineUnavailableError: no connection, a lost one, no response in time, or a server error.
             EngineError: the server refuses the call.
-            EngineAnswerError: what comes back is not JSON.
+            EngineAnswerError: the response is not JSON.
         """
-        where = {"file": f"{self.name}{path}"}
+        url = f"{self.name}{path}"
         try:
             response = await self._request(method, path, **request)
         except httpx2.TimeoutException as error:
-            limit = f"an answer within {request['timeout']:g} s"
-            raise EngineUnavailableError("no answer in time", **where, found=repr(error), expected=limit) from error
+            limit = f"a response within {request['timeout']:g} s"
+            raise EngineUnavailableError("no answer in time", file=url, found=repr(error), expected=limit) from error
         except httpx2.TransportError as error:
-            raise EngineUnavailableError("no connection, or a lost one", **where, found=repr(error)) from error
+            raise EngineUnavailableError("no connection, or a lost one", file=url, found=repr(error)) from error
         if response.status_code >= 400:
             kind = EngineUnavailableError if response.status_code >= 500 or response.status_code == 429 else EngineError
-            raise kind("the server reports an error", **where, found=f"{response.status_code} {response.text[:500]}")
+            raise kind("the server reports an error", file=url, found=f"{response.status_code} {response.text[:500]}")
         try:
             return response.json() if response.content else None
         except ValueError as error:
-            raise EngineAnswerError("the answer is not JSON", **where, found=response.text[:200]) from error
+            raise EngineAnswerError("the response is not JSON", file=url, found=response.text[:200]) from error
 
     async def _request(self, method: str, path: str, **request: Any) -> httpx2.Response:
-        """A connection that was kept may be closed by the server just when it is used again: then a new one is tried
-        once. Nothing is sampled or changed twice: the call that was cut off has no listener, and loading repeats."""
+        """Send a request; repeat it once where the connection breaks.
+
+        The server may close a kept connection at the moment it is used again. A repeated call is harmless: a completion
+        of the first attempt is never read, and loading the same weights twice changes nothing.
+        """
         try:
             return await self._client.request(method, path, **request)
         except (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError):
             return await self._client.request(method, path, **request)
 
 
-def held_bytes(workers: Sequence[Mapping[str, Any]]) -> int:
-    """Of the worker that holds most, from their `device_state`."""
-    return max(worker["held_bytes"] for worker in workers)
+def used_bytes(workers: Sequence[Mapping[str, Any]]) -> int:
+    """Memory of the worker that uses most, from each worker's `device_state`."""
+    return max(worker["used_bytes"] for worker in workers)
 
 
 def differences(workers: Sequence[Mapping[str, list[str]]], who: str) -> list[str]:
-    """Names that differ on any worker.
+    """Sorted names of parameters that differ on any worker.
+
+    Args:
+        workers: each worker's `differing_parameters`.
+        who: names the replica in errors.
 
     Raises:
-        EngineVersionError: a worker has nothing that can be compared.
+        EngineVersionError: a worker has no parameter that can be compared.
     """
     if any(not worker["compared"] for worker in workers):
         raise EngineVersionError("no parameter can be compared with the published weights", file=who)

@@ -1,7 +1,7 @@
-"""vLLM inside this process, as a replica: one thread owns the engine, steps it while there is work, and obeys.
+"""vLLM inside this process, as a replica: one thread owns the engine, steps it, and runs commands between steps.
 
-Not for a process that `torchrun` or `srun` started beside others with one process group: there vLLM hangs while it
-starts. Rollouts have a process of their own.
+Not for a process that shares a process group with others that `torchrun` or `srun` started: there vLLM hangs while it
+starts. The rollout process is started alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.engines.vllm.completion import Completion, CompletionRequest
-from megatron_rl.engines.vllm.http_replica import differences, held_bytes
+from megatron_rl.engines.vllm.http_replica import differences, used_bytes
 from megatron_rl.engines.vllm.options import SLEEP_LEVEL, VllmOptions, vllm_environment
 from megatron_rl.engines.vllm.replica import Description, Footprint
 from megatron_rl.errors import EngineError, EngineUnavailableError, MegatronRLError
@@ -36,7 +36,7 @@ class InProcessReplica:
     """One vLLM engine of this process.
 
     Args:
-        options: what it loads.
+        options: model, sizes and features.
 
     Raises:
         EngineError: vLLM does not start.
@@ -46,7 +46,7 @@ class InProcessReplica:
         self.name = f"vllm:{options.model}"
         self._commands: queue.SimpleQueue[tuple[Command, Future] | None] = queue.SimpleQueue()
         self._running: dict[str, Future] = {}
-        self._held: dict[str, Command] = {}
+        self._held_back: dict[str, Command] = {}
         self._ids = (str(number) for number in itertools.count())
         self._paused, self._tag = False, ""
         try:
@@ -57,13 +57,13 @@ class InProcessReplica:
         self._thread = threading.Thread(target=self._work, name="vllm-engine", daemon=True)
         self._thread.start()
 
-    async def ask(self, question: CompletionRequest, temperature: float) -> Completion:
+    async def complete(self, request: CompletionRequest, temperature: float) -> Completion:
         """See `Replica`."""
         output = await self._sample(
-            question.prompt,
-            max_tokens=question.max_new_tokens,
-            stop_token_ids=list(question.stop_tokens),
-            temperature=0.0 if question.greedy else temperature,
+            request.prompt,
+            max_tokens=request.max_new_tokens,
+            stop_token_ids=list(request.stop_tokens),
+            temperature=0.0 if request.greedy else temperature,
         )
         found = output.outputs[0]
         logprobs = [entry[token].logprob for entry, token in zip(found.logprobs, found.token_ids, strict=True)]
@@ -78,7 +78,7 @@ class InProcessReplica:
     async def describe(self) -> Description:
         """See `Replica`."""
         states = await self._do(lambda: self._llm.collective_rpc("device_state"))
-        can_sleep = all(state["can_leave"] for state in states)
+        can_sleep = all(state["can_sleep"] for state in states)
         return Description(vllm.__version__, self._engine.model_config.max_model_len, can_sleep)
 
     async def tag(self) -> str:
@@ -117,25 +117,25 @@ class InProcessReplica:
     async def sleep(self) -> Footprint:
         """See `Replica`."""
 
-        def leave() -> Footprint:
-            awake = held_bytes(self._llm.collective_rpc("device_state"))
+        def release() -> Footprint:
+            awake = used_bytes(self._llm.collective_rpc("device_state"))
             self._llm.sleep(level=SLEEP_LEVEL)
-            self._llm.collective_rpc("leave_device")
-            return Footprint(awake, held_bytes(self._llm.collective_rpc("device_state")))
+            self._llm.collective_rpc("release_memory")
+            return Footprint(awake, used_bytes(self._llm.collective_rpc("device_state")))
 
-        return await self._do(leave)
+        return await self._do(release)
 
     async def wake(self) -> None:
         """See `Replica`."""
 
-        def come_back() -> None:
-            self._llm.collective_rpc("return_to_device")
+        def restore() -> None:
+            self._llm.collective_rpc("restore_memory")
             if self._engine.is_sleeping():
                 self._llm.wake_up()
 
-        await self._do(come_back)
+        await self._do(restore)
 
-    async def sleeps(self) -> bool:
+    async def is_sleeping(self) -> bool:
         """See `Replica`."""
         return await self._do(self._engine.is_sleeping)
 
@@ -144,7 +144,7 @@ class InProcessReplica:
         await self._do(lambda: self._llm.collective_rpc("reseed", kwargs={"seed": str(seed)}))
 
     async def close(self) -> None:
-        """See `Replica`: end the thread, and with it every call."""
+        """See `Replica`. Ends the thread, and with it every call."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -163,28 +163,29 @@ class InProcessReplica:
         """The finished output of one request."""
         parameters = {"logprobs": 0, "ignore_eos": True, "detokenize": False, "top_p": 1.0, "top_k": 0} | parameters
         sampling = vllm.SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **parameters)
-        name, done = next(self._ids), Future()
+        name = next(self._ids)
+        done: Future = Future()
         add = lambda: self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)  # noqa: E731
         await self._do(lambda: self._admit(name, add, done))
         try:
             return await asyncio.wrap_future(done)
         except asyncio.CancelledError:
-            self._commands.put((lambda: self._withdraw(name), Future()))
+            self._commands.put((lambda: self._cancel(name), Future()))
             raise
 
     def _admit(self, name: str, add: Command, done: Future) -> None:
         if self._paused:
-            self._held[name] = add
+            self._held_back[name] = add
         else:
             add()
         self._running[name] = done
 
-    def _withdraw(self, name: str) -> None:
-        if self._running.pop(name, None) and not self._held.pop(name, None):
+    def _cancel(self, name: str) -> None:
+        if self._running.pop(name, None) and not self._held_back.pop(name, None):
             self._engine.abort_request([name])
 
     def _interrupt(self) -> None:
-        """Hand out what running requests have so far. `abort_request` alone would drop it."""
+        """End running requests with the tokens they have so far, which `abort_request` alone would drop."""
         self._paused = True
         states = self._engine.output_processor.request_states
         for name, state in [(state.external_req_id, state) for state in states.values()]:
@@ -194,8 +195,8 @@ class InProcessReplica:
 
     def _release(self) -> None:
         self._paused = False
-        for name in list(self._held):
-            self._held.pop(name)()
+        for name in list(self._held_back):
+            self._held_back.pop(name)()
 
     def _finish(self, name: str, output: Any) -> None:
         done = self._running.pop(name, None)
@@ -204,7 +205,7 @@ class InProcessReplica:
 
     def _work(self) -> None:
         """Main function of the engine's thread."""
-        while self._obey():
+        while self._run_commands():
             try:
                 outputs = self._engine.step() if self._engine.has_unfinished_requests() else []
             except Exception as error:
@@ -215,8 +216,8 @@ class InProcessReplica:
                     self._finish(output.request_id, output)
         self._fail(EngineUnavailableError("the engine was closed", file=self.name))
 
-    def _obey(self) -> bool:
-        """Carry out what was asked for, waiting for it while there is nothing to sample. False: end."""
+    def _run_commands(self) -> bool:
+        """Run queued commands, waiting for one while there is nothing to sample; returns whether to go on."""
         while not self._commands.empty() or not self._engine.has_unfinished_requests():
             item = self._commands.get()
             if item is None:

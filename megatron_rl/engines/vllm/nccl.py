@@ -2,8 +2,8 @@
 
 vLLM's own "nccl" transfer backend does the work: rank 0 of the trainer joins a group with all workers and broadcasts
 packed tensors; other trainer ranks only take part in the export. Servers are started with
-``VllmOptions(extra={"weight_transfer_config": {"backend": "nccl"}})`` and paused
-by the caller (`replica_state.ReplicaState.drain`).
+``VllmOptions(extra={"weight_transfer_config": {"backend": "nccl"}})`` and paused by the caller
+(`replica_state.ReplicaState.drain`).
 
 This path cannot run on a CPU; tests/vllm/test_nccl.py covers it where there are two GPUs.
 """
@@ -29,13 +29,13 @@ class NcclSender:
     """One per trainer rank; every method is collective over the trainer.
 
     Args:
-        servers: addresses, the same on all ranks.
+        servers: URLs, the same on all ranks.
         export: see `Export`.
         address, port: of rank 0, reachable from the servers.
-        timeout: seconds that one request may take.
+        timeout: seconds that one HTTP request may take.
 
     Raises:
-        EngineError: a server refuses, or does not answer.
+        EngineError: a server refuses.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class NcclSender:
         self._engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=self._servers, source=source)
 
     def send(self, tag: str) -> None:
-        """Give all workers the live weights and name them `tag`.
+        """Send the live weights to all workers and name them `tag`.
 
-        The servers must be paused. Prove the result before they serve (`check_canary`): nothing on the way compares
+        The servers must be paused. Verify the result before they serve (`check_canary`): the transfer does not compare
         what was sent with what arrived.
         """
         self._servers.tag = tag
@@ -65,7 +65,7 @@ class NcclSender:
 
 
 class _Servers:
-    """The control calls that vLLM's trainer side makes, sent to every server at a time."""
+    """The control calls that vLLM's trainer side makes, sent to all servers at the same time."""
 
     def __init__(self, urls: Sequence[str], timeout: float) -> None:
         self._urls, self._timeout, self.tag = list(urls), timeout, ""
@@ -75,7 +75,7 @@ class _Servers:
 
     def _workers(self) -> list[int]:
         found = [httpx2.get(f"{url}/get_world_size", timeout=self._timeout).json() for url in self._urls]
-        return [answer["world_size"] for answer in found]
+        return [one["world_size"] for one in found]
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         offset, bodies = 1, []
@@ -95,13 +95,13 @@ class _Servers:
         self._post("/reset_prefix_cache")
 
     def _post(self, path: str, bodies: list[dict[str, Any]] | None = None) -> None:
-        """At the same time, because workers of all servers meet in one NCCL call."""
+        """Post to all servers at the same time, because their workers take part in one NCCL call."""
         bodies = bodies or [{}] * len(self._urls)
         with ThreadPoolExecutor(len(self._urls)) as threads:
-            answers = list(threads.map(lambda url, body: self._one(url + path, body), self._urls, bodies))
-        for url, answer in zip(self._urls, answers, strict=True):
-            if answer.status_code >= 400:
-                raise EngineError("a server refuses a weight transfer", file=url + path, found=answer.text[:500])
+            responses = list(threads.map(lambda url, body: self._one(url + path, body), self._urls, bodies))
+        for url, response in zip(self._urls, responses, strict=True):
+            if response.status_code >= 400:
+                raise EngineError("a server refuses a weight transfer", file=url + path, found=response.text[:500])
 
     def _one(self, url: str, body: dict[str, Any]) -> httpx2.Response:
         return httpx2.post(url, json=body, timeout=self._timeout)
@@ -116,7 +116,7 @@ def _source(export: Export) -> Any:
             self._metadata: list[ParamMeta] | None = None
 
         def metadata(self) -> list[ParamMeta]:
-            # Learned once by exporting: shapes never change, and the export is a collective.
+            # Collected once by a whole export, which is a collective: shapes never change.
             if self._metadata is None:
                 self._metadata = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in export()]
             return self._metadata

@@ -1,4 +1,4 @@
-"""How a vLLM is started: one description, for the embedded engine and for servers."""
+"""How a vLLM is started: one description for an engine in this process and for servers."""
 
 from __future__ import annotations
 
@@ -14,31 +14,35 @@ import torch
 WORKER_EXTENSION = "megatron_rl.engines.vllm.worker.WorkerExtension"
 TRANSFER_BACKEND = "directory"
 SLEEP_LEVEL = 2
-"""vLLM's sleep that keeps nothing. Level 1 keeps the weights in the host's memory, which the trainer's offloaded states
-need, and for a rare case: waking brings a new version, and the old one still lies published."""
+"""vLLM's sleep level that drops the weights. Level 1 would keep them in the host's memory, which the trainer needs for
+its offloaded states, and rarely use them again: waking loads a new version, and the old one is still published."""
 
 
 def vllm_environment() -> dict[str, str]:
-    """Variables of every vLLM process."""
+    """Environment variables of every vLLM process."""
     variables = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        # Opens the routes that pause a server, change its weights and send it to sleep.
+        # Enables the HTTP routes that pause a server, change its weights and send it to sleep.
         "VLLM_SERVER_DEV_MODE": "1",
     }
     if not torch.cuda.is_available():
-        # Compiled for a CPU, one small function of the sampler keeps the first call waiting for half a minute.
+        # Compiling one small function of the sampler for a CPU would delay the first call by half a minute.
         variables["TORCH_COMPILE_DISABLE"] = "1"
-        # A reload puts each layer together in fresh memory: touching it first is a quarter of the time, less in large
-        # pages. Read by a process when it starts.
+        # A reload assembles each layer in newly allocated memory. Page faults are a quarter of its time, less with
+        # large pages. Read by a process when it starts.
         variables["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     return variables
 
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """What to load and how much memory to use. Sampling belongs to `pool.VllmEngine`."""
+    """What to load and how much memory to use. Sampling is set by `engine.VllmEngine`.
+
+    Example:
+        `VllmOptions("models/qwen3-30b-a3b", tensor_parallel=4, extra={"gpu_memory_utilization": 0.8})`
+    """
 
     model: str | Path
     """HF checkpoint directory to start with."""
@@ -51,16 +55,17 @@ class VllmOptions:
     kv_cache_bytes: int | None = None
     """Memory for keys and values of one worker, in bytes; None: vLLM's share of the GPU."""
     tensor_parallel: int = 1
+    """GPUs of one engine copy."""
     data_parallel: int = 1
     """Engine copies behind one server's address (GPUs)."""
     eager: bool | None = None
-    """No graphs, no compilation; None: where there is no GPU."""
+    """No CUDA graphs and no compilation; None: true where there is no GPU."""
     routes: bool = True
     """Return the experts used; False for dense models only."""
     can_sleep: bool = False
-    """It is to leave its GPU now and then (`rollout.colocated`); on a CPU it always can."""
+    """Start with vLLM's sleep mode, to release the GPU (`rollout.colocated`); on a CPU sleeping is always possible."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """More of vLLM's engine arguments by their Python names; they win over the above."""
+    """More of vLLM's engine arguments by their Python names; they override the above."""
 
     def arguments(self) -> dict[str, Any]:
         """Names and values of vLLM's engine arguments."""
@@ -90,11 +95,11 @@ class VllmOptions:
         return {name: value for name, value in (chosen | dict(self.extra)).items() if value is not None}
 
     def command_line(self) -> list[str]:
-        """The same as options of vLLM's server."""
+        """The same as command-line options of vLLM's server."""
         return _words(self.arguments())
 
     def changes(self) -> list[str]:
-        """As `command_line`, but only what differs from the defaults: more of it for a server that has them already."""
+        """As `command_line`, but only what differs from the defaults, for a server command that sets those itself."""
         plain = VllmOptions(self.model).arguments()
         chosen = self.arguments()
         return _words({name: value for name, value in chosen.items() if name not in plain or plain[name] != value})

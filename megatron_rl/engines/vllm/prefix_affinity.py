@@ -1,4 +1,4 @@
-"""Which replica has fed a prompt's beginning before, so that an episode's next turn finds its stored prefix."""
+"""Which replica has computed a prompt's beginning before, so that an episode's next turn finds its stored prefix."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Generic, TypeVar
 import numpy as np
 import xxhash
 
-Place = TypeVar("Place")
+Owner = TypeVar("Owner")
 
 
-class PrefixAffinity(Generic[Place]):
+class PrefixAffinity(Generic[Owner]):
     """Remembers sequences by the hash of their whole blocks; the least recently used are dropped beyond `capacity`.
 
     Args:
-        block: tokens per block; prefixes are told apart at multiples of it, as in vLLM's own cache.
+        block: tokens per block; prefixes are distinguished at multiples of it, as in vLLM's own cache.
         capacity: sequences remembered.
     """
 
     def __init__(self, block: int = 16, capacity: int = 65_536) -> None:
         self._block, self._capacity = block, capacity
-        self._places: OrderedDict[int, Place] = OrderedDict()
+        self._owners: OrderedDict[int, Owner] = OrderedDict()
 
-    def remember(self, tokens: Sequence[int], place: Place) -> None:
-        """`place` has fed these tokens."""
+    def remember(self, tokens: Sequence[int], owner: Owner) -> None:
+        """Note that `owner` has computed these tokens."""
         hashes = self._hashes(tokens)
         if hashes:
-            self._places[hashes[-1]] = place
-            self._places.move_to_end(hashes[-1])
-            if len(self._places) > self._capacity:
-                self._places.popitem(last=False)
+            self._owners[hashes[-1]] = owner
+            self._owners.move_to_end(hashes[-1])
+            if len(self._owners) > self._capacity:
+                self._owners.popitem(last=False)
 
-    def find(self, tokens: Sequence[int]) -> Place | None:
-        """Who fed the longest remembered beginning of these tokens."""
-        return next((self._places[key] for key in reversed(self._hashes(tokens)) if key in self._places), None)
+    def find(self, tokens: Sequence[int]) -> Owner | None:
+        """The owner of the longest remembered beginning of these tokens; None: of no beginning."""
+        return next((self._owners[key] for key in reversed(self._hashes(tokens)) if key in self._owners), None)
 
-    def forget(self) -> None:
-        """Stored prefixes are gone."""
-        self._places.clear()
+    def clear(self) -> None:
+        """Drop everything: no replica has stored prefixes any more."""
+        self._owners.clear()
 
     def _hashes(self, tokens: Sequence[int]) -> list[int]:
         """One hash for each number of whole blocks, in one pass."""

@@ -1,4 +1,4 @@
-"""One vLLM as the pool sees it, whether it runs in this process or behind a server's address."""
+"""The interface of one vLLM, whether it runs in this process or behind a server's address."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from megatron_rl.engines.vllm.completion import Completion, CompletionRequest
 
 @dataclass(frozen=True)
 class Description:
-    """What a vLLM says about itself."""
+    """What a vLLM reports about itself."""
 
     version: str
     """Of vLLM."""
     max_model_len: int
     """Most tokens of a sequence."""
     can_sleep: bool
-    """Whether `Replica.sleep` gives memory back: on a GPU only where vLLM was started with its sleep mode."""
+    """Whether `Replica.sleep` releases memory: on a GPU only where vLLM was started with its sleep mode."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes before and after going to sleep, of the worker that holds most.
+    """Memory before and after going to sleep, in bytes, of the worker that uses most.
 
-    On a GPU: in use on the device, by anybody, as the driver counts: what is free afterwards is free for others.
+    On a GPU: in use on the device, by any process, as the driver counts: what is free afterwards is free for others.
     On a CPU: resident, of the worker's process.
+
+    Example:
+        `Footprint(awake=1_194_000_000, asleep=609_000_000)`
     """
 
     awake: int
@@ -35,13 +38,16 @@ class Footprint:
 
 
 class Replica(Protocol):
-    """All methods raise `EngineUnavailableError` where the vLLM does not answer, `EngineError` where it refuses."""
+    """One vLLM.
+
+    All methods raise `EngineUnavailableError` where it does not answer, `EngineError` where it refuses.
+    """
 
     name: str
-    """Address or the like, for errors."""
+    """Its address or the like, for errors."""
 
-    async def ask(self, question: CompletionRequest, temperature: float) -> Completion:
-        """Sample one continuation, with top-p 1 and no top-k. Cancelling it ends the work for it."""
+    async def complete(self, request: CompletionRequest, temperature: float) -> Completion:
+        """Sample one continuation, with top-p 1 and no top-k. Cancelling the call ends its work in the vLLM."""
         ...
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
@@ -49,11 +55,11 @@ class Replica(Protocol):
         ...
 
     async def describe(self) -> Description:
-        """What it is."""
+        """Its version and abilities."""
         ...
 
     async def tag(self) -> str:
-        """The name of the weights it holds, as last given to `load` or `set_tag`; forgotten when it restarts."""
+        """The name of its weights, as last given to `load` or `set_tag`; a restart resets it."""
         ...
 
     async def set_tag(self, tag: str) -> None:
@@ -61,19 +67,19 @@ class Replica(Protocol):
         ...
 
     async def pause(self) -> None:
-        """End running calls early (their answers say so) and hold back new ones."""
+        """End running calls early (their completions have the reason `ABORTED`) and hold back new ones."""
         ...
 
     async def resume(self) -> None:
-        """Take calls again."""
+        """Accept calls again."""
         ...
 
     async def load(self, directory: Path, tag: str) -> None:
-        """Replace the weights and forget every stored prefix. Only while paused and awake."""
+        """Replace the weights and drop every stored prefix. Only while paused and awake."""
         ...
 
     async def differing(self, directory: Path) -> list[str]:
-        """Comparable parameters whose bits are not those of the directory. Only while awake.
+        """Names of comparable parameters whose bits are not those of the directory. Only while awake.
 
         Raises:
             EngineVersionError: nothing can be compared.
@@ -81,14 +87,14 @@ class Replica(Protocol):
         ...
 
     async def sleep(self) -> Footprint:
-        """Give back the memory of weights, keys and values, with what is in it. Only while paused."""
+        """Release the memory of weights, keys and values, whose contents are lost. Only while paused."""
         ...
 
     async def wake(self) -> None:
-        """Have the memory again, still paused; what is in it is undefined until `load`. Nothing where it is awake."""
+        """Allocate that memory again, still paused; its contents are undefined until `load`. No effect while awake."""
         ...
 
-    async def sleeps(self) -> bool:
+    async def is_sleeping(self) -> bool:
         """Whether it may lack its memory. A server that was restarted does not sleep."""
         ...
 
@@ -97,5 +103,5 @@ class Replica(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of what is held here; a server goes on."""
+        """Release what is held on this side; a server keeps running."""
         ...

@@ -1,4 +1,4 @@
-"""A replica's place in the pool: whether it serves, which weights it holds, and what it is busy with."""
+"""What a `ReplicaSet` knows of one replica: whether it serves, which weights it holds, and its calls in flight."""
 
 from __future__ import annotations
 
@@ -17,44 +17,49 @@ from megatron_rl.errors import EngineVersionError
 
 @dataclass(frozen=True)
 class Weights:
-    """One version as it lies on the disk."""
+    """One published version.
+
+    Example:
+        `Weights(Path("weights/version-000003"), 3, "3-1f0c2a9b")`
+    """
 
     directory: Path
+    """HF checkpoint directory."""
     version: int
     tag: str
-    """What replicas call it; no other run uses the same."""
+    """Its name on the replicas; no other run uses the same."""
 
 
 @dataclass(eq=False)
 class ReplicaState:
     """Invariants:
 
-    * `serving` implies that `tag` named the replica's weights when last looked, after their proof.
-    * Each time it serves anew it samples a stream that no replica has sampled before, also after a restart.
+    * `serving` implies that the replica's tag was that of its weights at the last check, and that they were verified.
+    * Each time it starts to serve it samples a stream that no replica has sampled before, also after a restart.
     * No call is in flight while weights change or leave, so that a call's version is the one it was sent under.
     """
 
     replica: Replica
     seeds: np.random.Generator
-    """Of its streams."""
+    """Of its sampling streams."""
     serving: bool = False
     mixed: bool = False
-    """An update of its weights began and did not end: it may hold layers of two versions."""
+    """A weight update began and did not end: the replica may hold layers of two versions."""
     asleep: bool = False
     """It was sent to sleep: it holds no weights until the next `switch`, even if it was restarted since."""
     calls: set[asyncio.Task[Completion]] = field(default_factory=set)
     """In flight."""
-    concern: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set where somebody should look at it now."""
+    check_now: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set where its next health check should not wait."""
 
-    async def ask(self, question: CompletionRequest, temperature: float) -> Completion | None:
-        """None where the call was withdrawn because the weights are about to change."""
-        call = asyncio.create_task(self.replica.ask(question, temperature))
+    async def complete(self, request: CompletionRequest, temperature: float) -> Completion | None:
+        """The replica's completion; None where the call was cancelled because the weights are about to change."""
+        call = asyncio.create_task(self.replica.complete(request, temperature))
         self.calls.add(call)
         try:
             await asyncio.wait({call})
         finally:
-            # Also where the caller gives up: the replica must not go on for nobody.
+            # Also where the caller is cancelled: the replica must not sample a completion that is not used.
             call.cancel()
             self.calls.discard(call)
         return None if call.cancelled() else call.result()
@@ -64,12 +69,12 @@ class ReplicaState:
         await self.replica.reseed(int(self.seeds.integers(1 << 62)))
 
     async def drain(self, *, finish: bool, grace: float) -> None:
-        """Wait until nothing is in flight, with the replica paused.
+        """Wait until no call is in flight, with the replica paused.
 
         Args:
-            finish: let calls end by themselves; else they end early and go on under the next weights.
-            grace: seconds for answers on their way; calls that a paused replica holds back never answer and are
-                withdrawn then.
+            finish: let calls end by themselves; else they end early and are continued under the next weights.
+            grace: seconds for completions on their way; calls that a paused replica holds back never complete and are
+                cancelled then.
         """
         while finish and self.calls:
             await asyncio.wait(self.calls)
@@ -82,10 +87,15 @@ class ReplicaState:
             await asyncio.sleep(0)
 
     async def switch(self, weights: Weights, max_k3: float, *, finish: bool = False, grace: float = 2.0) -> None:
-        """Drain, wake, load, prove, resume. On an error it stays paused and does not serve.
+        """Drain, wake, load, verify, serve. On an error the replica stays paused and does not serve.
+
+        Args:
+            weights: to be loaded.
+            max_k3: see `verify`.
+            finish, grace: see `drain`.
 
         Raises:
-            EngineError: the replica did not take the weights, or holds others afterwards.
+            EngineError: the replica did not load the weights, or holds others afterwards.
         """
         self.serving = False
         await self.drain(finish=finish, grace=grace)
@@ -95,24 +105,28 @@ class ReplicaState:
             self.asleep = False
         await self.replica.load(weights.directory, weights.tag)
         self.mixed = False
-        await self.prove(weights, max_k3)
+        await self.verify(weights, max_k3)
 
     async def sleep(self, *, grace: float = 2.0) -> Footprint:
-        """Let calls end by themselves, then give the memory back: it serves again after a `switch`.
+        """Let calls end by themselves, then release the memory; the replica serves again after a `switch`.
 
         Raises:
-            EngineError: it does not say that it sleeps.
+            EngineError: it did not go to sleep.
         """
         self.serving = False
         await self.drain(finish=True, grace=grace)
         self.asleep = True
         return await self.replica.sleep()
 
-    async def prove(self, weights: Weights, max_k3: float) -> None:
-        """Compare what is held with what was published, show the canary, begin a sampling stream, and serve.
+    async def verify(self, weights: Weights, max_k3: float) -> None:
+        """Compare parameters with the files, score the canary, begin a sampling stream, and serve.
+
+        Args:
+            weights: which it should hold.
+            max_k3: bound on the canary's mean k3, nats.
 
         Raises:
-            EngineVersionError: other weights.
+            EngineVersionError: it holds other weights.
         """
         if different := await self.replica.differing(weights.directory):
             raise EngineVersionError(
@@ -123,16 +137,16 @@ class ReplicaState:
         await self.replica.resume()
         if canary := Canary.read(weights.directory):
             scores = await self.replica.score(canary.tokens.tolist())
-            require_canary(canary, scores, max_k3, who=self.replica.name)
+            require_canary(canary, np.asarray(scores, np.float64), max_k3, who=self.replica.name)
         await self.reseed()
         self.serving = True
 
-    async def is_as_proven(self, weights: Weights) -> bool:
-        """Whether the replica answers and still calls its weights by the tag: a restarted one does not."""
+    async def holds(self, weights: Weights) -> bool:
+        """Whether the replica answers and still names its weights by this tag: a restarted one does not."""
         return await self.replica.tag() == weights.tag and not self.mixed and not self.asleep
 
     async def close(self) -> None:
-        """Withdraw calls and let go of the replica."""
+        """Cancel calls and close the replica."""
         for call in list(self.calls):
             call.cancel()
         with contextlib.suppress(Exception):

@@ -1,8 +1,8 @@
-"""vLLM servers on this host: the command, and processes that are started, watched, restarted and stopped.
+"""vLLM servers on this host: their command line, and processes that are started, restarted and stopped.
 
     python -m megatron_rl.engines.vllm.server MODEL --port 8000 -- --tensor-parallel-size 4
 
-becomes a server with everything the trainer needs switched on; what follows ``--`` goes to vLLM as it is.
+becomes a server with every option that the trainer needs; what follows ``--`` is passed on to vLLM.
 """
 
 from __future__ import annotations
@@ -23,49 +23,50 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from megatron_rl.engines.vllm import parent_watch as guard
+from megatron_rl.engines.vllm import parent_watch
 from megatron_rl.engines.vllm.options import VllmOptions, vllm_environment
 from megatron_rl.errors import LaunchError
 
 SERVED_NAME = "policy"
-"""Under which a server knows its model."""
+"""A server's name of its model."""
 STEADY_SECONDS = 600.0
-"""A server that ran for so long may be restarted as often as at first."""
+"""A server that ran for so long may again be restarted as often as at first."""
 _LOG_LINES = 15
+"""Of a server's log, shown in errors."""
 
 
 def serve_command(options: VllmOptions, port: int, *, host: str = "127.0.0.1") -> list[str]:
-    """The command of one server process, named anew each time (see `remote.HttpReplica`)."""
+    """The command of one server process, with a new fingerprint each time (`http_replica.HttpReplica` compares it)."""
     # `vllm serve` fails in builds for CPUs; this module starts the same server.
     program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    place = ["--host", host, "--port", str(port), "--served-model-name", SERVED_NAME]
-    name = ["--fingerprint-mode", "custom", "--fingerprint-value", uuid.uuid4().hex]
-    return [*program, *place, *name, *options.command_line()]
+    address = ["--host", host, "--port", str(port), "--served-model-name", SERVED_NAME]
+    fingerprint = ["--fingerprint-mode", "custom", "--fingerprint-value", uuid.uuid4().hex]
+    return [*program, *address, *fingerprint, *options.command_line()]
 
 
 def server_environment() -> dict[str, str]:
-    """Variables of a server: workers import this package by name."""
+    """Environment variables of a server, whose workers must be able to import this package."""
     root = str(Path(__file__).resolve().parents[3])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | vllm_environment() | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on now."""
+    """A TCP port of this host that is not in use now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 class LocalServer:
-    """One server process in its own process group; a context manager that stops it. It ends with this process.
+    """One server process in its own process group; a context manager that stops it. It ends when this process ends.
 
     Args:
-        options: what it serves.
+        options: model, sizes and features.
         log: file that its output is appended to.
         port: None: a free one.
         start_timeout: seconds until it must answer.
-        environment: variables beyond this process's.
+        environment: environment variables beyond this process's.
     """
 
     def __init__(
@@ -114,10 +115,10 @@ class LocalServer:
             self._process = _start(serve_command(self.options, self.port), log, self._environment)
 
     def wait(self) -> None:
-        """Wait until it answers.
+        """Wait until the server answers.
 
         Raises:
-            LaunchError: it ended, or does not answer in time; with the last lines of its log.
+            LaunchError: it ended, or does not answer in time; shows the last lines of its log.
         """
         deadline = time.monotonic() + self._start_timeout
         while not self._answers():
@@ -128,7 +129,11 @@ class LocalServer:
             time.sleep(0.2)
 
     def stop(self, grace: float = 10.0) -> None:
-        """Ask the process group to end, then end it."""
+        """End the process group.
+
+        Args:
+            grace: seconds between SIGTERM and SIGKILL.
+        """
         if self._process is None:
             return
         for sign in (signal.SIGTERM, signal.SIGKILL):
@@ -143,7 +148,7 @@ class LocalServer:
         self._process = None
 
     def kill(self) -> None:
-        """End it at once, as a crash would."""
+        """Kill the process group without grace, as a crash would."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -160,74 +165,80 @@ class LocalServer:
         return LaunchError(what, file=self.log, found="\n".join([str(found), *lines]), expected=f"{self.url}/health")
 
 
-def keep(words: Sequence[str], restarts: int) -> int:
-    """Serve, and start the server again when it ends, until this process gets SIGTERM.
+def serve_with_restarts(arguments: Sequence[str], restarts: int) -> int:
+    """Run a server, and start it again when it ends, until this process gets SIGTERM.
 
     Args:
-        words: see `command_of`.
-        restarts: how often in a row; a server that ran for `STEADY_SECONDS` ends the row.
+        arguments: see `command_of`.
+        restarts: most restarts in a row; a server that ran for `STEADY_SECONDS` resets the count.
 
     Returns:
-        Exit status: the last server's, 0 where the end was asked for.
+        Exit status: the last server's, 0 after SIGTERM.
     """
-    asked, running, left = [], [], restarts
+    stopping = False
+    running: list[subprocess.Popen[bytes]] = []
+    left = restarts
 
-    def end(*_: object) -> None:
-        asked.append(True)
+    def stop(*_: object) -> None:
+        nonlocal stopping
+        stopping = True
         for process in running:
             process.terminate()
 
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, stop)
     while True:
         began = time.monotonic()
-        running[:] = [process := _start(command_of(words))]
-        if asked:
+        running[:] = [process := _start(command_of(arguments))]
+        if stopping:
             process.terminate()
         status = process.wait()
         # The engine's processes would outlive a server that was killed, and keep its memory.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         left = restarts if time.monotonic() - began > STEADY_SECONDS else left
-        if asked or not left:
-            return 0 if asked else status
+        if stopping or not left:
+            return 0 if stopping else status
         left -= 1
         print(f"the server ended with status {status}: started again, {left} more times at most", flush=True)
 
 
 def _start(
-    command: Sequence[str], output: IO[bytes] | None = None, more: Mapping[str, str] | None = None
+    command: Sequence[str], output: IO[bytes] | None = None, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a server in a process group of its own, which ends with this process."""
-    guarded = [sys.executable, guard.__file__, *command]
+    """Start a server in a process group of its own, which ends when this process ends."""
     return subprocess.Popen(
-        guarded, stdin=subprocess.PIPE, stdout=output, stderr=output,
-        env=server_environment() | dict(more or {}), start_new_session=True,
+        [sys.executable, parent_watch.__file__, *command], stdin=subprocess.PIPE, stdout=output, stderr=output,
+        env=server_environment() | dict(environment or {}), start_new_session=True,
     )  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: become a server, or keep one."""
+    """Command line: become a server, or with ``--restarts`` run one."""
     words = sys.argv[1:] if arguments is None else arguments
-    if restarts := _chosen(words)[0].restarts:
-        sys.exit(keep(words, restarts))
+    if restarts := _parsed(words)[0].restarts:
+        sys.exit(serve_with_restarts(words, restarts))
     command = command_of(words)
     os.execve(command[0], command, server_environment())
 
 
 def command_of(arguments: Sequence[str]) -> list[str]:
-    """The command of a server from words of the command line."""
-    chosen, others = _chosen(arguments)
+    """The command of a server.
+
+    Args:
+        arguments: of this module's command line.
+    """
+    chosen, others = _parsed(arguments)
     options = VllmOptions(
         chosen.model, dtype=chosen.dtype, tensor_parallel=chosen.tensor_parallel, data_parallel=chosen.data_parallel
     )
     return [*serve_command(options, chosen.port, host=chosen.host), *others]
 
 
-def _chosen(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and vLLM's."""
+def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and the words after ``--`` for vLLM."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_rl.engines.vllm.server", description="A vLLM server.",
-        epilog="After a separate --, options go to vLLM as they are and win over these.",
+        epilog="Options after a separate -- are passed on to vLLM and override these.",
     )  # fmt: skip
     parser.add_argument("model", type=Path, help="HF checkpoint directory")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
@@ -235,8 +246,8 @@ def _chosen(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--dtype", default="bfloat16", help="of weights, keys and values")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one engine copy")
     parser.add_argument("--data-parallel", type=int, default=1, help="engine copies behind this address")
-    parser.add_argument("--restarts", type=int, default=0, help="start it again when it ends, so often in a row")
-    # Cut by hand: argparse refuses words after -- where options stand between them and the model.
+    parser.add_argument("--restarts", type=int, default=0, help="most restarts in a row when it ends")
+    # Split here: argparse refuses words after -- where options stand between them and the model.
     words = list(arguments)
     end = words.index("--") if "--" in words else len(words)
     chosen = parser.parse_args(words[:end])

@@ -13,20 +13,20 @@ from megatron_rl.errors import LaunchError
 
 
 class ServerGroup:
-    """A context manager: all servers answer inside it, and none is left behind it.
+    """A context manager: all servers answer when it is entered, and all have ended when it is left.
 
-    A server that ends is started again on its port; it begins with the weights it was first given, and the pool brings
-    it up to date before it serves. GPUs are given out by `CUDA_VISIBLE_DEVICES` of `environments`.
+    A server that ends is started again on its port with the weights of `options`; `VllmEngine` updates it before it
+    serves. GPUs are assigned by `CUDA_VISIBLE_DEVICES` in `environments`.
 
     Args:
-        options: what each server serves.
+        options: model, sizes and features of each server.
         logs: folder of `server-N.log`, appended to.
-        environments: variables of each server beyond this process's; one server for each.
-        max_restarts: of each server, after which it stays down.
+        environments: environment variables of each server beyond this process's; one server for each.
+        max_restarts: of each server in all, after which it stays down.
         start_timeout: seconds until all must answer.
 
     Raises:
-        LaunchError: on entering, a server did not come up.
+        LaunchError: on entering, a server did not start.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class ServerGroup:
             for i, environment in enumerate(environments)
         ]
         self.restarts = [0] * len(self.servers)
-        """Done so far, of each server."""
+        """So far, of each server."""
         self._max_restarts = max_restarts
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="vllm-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._restart_ended, name="vllm-restarts", daemon=True)
 
     def __enter__(self) -> ServerGroup:
         for server in self.servers:
@@ -67,7 +67,7 @@ class ServerGroup:
 
     @property
     def urls(self) -> list[str]:
-        """Addresses, for `remote.HttpReplica`."""
+        """Addresses, for `http_replica.HttpReplica`."""
         return [server.url for server in self.servers]
 
     def check(self) -> None:
@@ -83,7 +83,7 @@ class ServerGroup:
                     expected="a server that stays up",
                 )  # fmt: skip
 
-    def _keep(self) -> None:
+    def _restart_ended(self) -> None:
         while not self._ended.wait(0.5):
             for i, server in enumerate(self.servers):
                 if not server.alive and self.restarts[i] < self._max_restarts:

@@ -1,12 +1,12 @@
-"""What runs inside every vLLM worker: weights from a published directory, and proof that they arrived.
+"""What runs inside every vLLM worker: loading weights from a published directory, comparing them, and sleep on a CPU.
 
 Invariants:
 
 * An update replaces every parameter or raises; one that raises leaves layers of two versions, but none half loaded, so
   that the next whole update repairs it.
-* Asleep, no parameter, key or value is read; awake again, none means anything before the next whole update.
-* Of several engine copies behind one address (`VllmOptions.data_parallel`) vLLM hands back what the first one returned,
-  but everyone's errors: what the others have to say, they raise.
+* Asleep, no parameter, key or value is read; awake again, their contents are undefined before the next whole update.
+* Of several engine copies behind one address (`VllmOptions.data_parallel`) vLLM returns the first one's result, but
+  raises the errors of all: another copy therefore raises where the first would return a finding.
 * vLLM refers to this module by name (`WORKER_EXTENSION`, `TRANSFER_BACKEND` in `options`); importing it registers the
   transfer engine.
 """
@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from megatron_rl.hf.reader import SafetensorsReader
 
 @dataclass
 class DirectoryInit(WeightTransferInitInfo):
-    """Nothing is set up: the directory is named by each update."""
+    """Empty: each update names its directory."""
 
 
 @dataclass
@@ -54,16 +54,16 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        # The checkpoint the model came from says what a whole set of weights is.
-        self._wanted = _shapes(self.model_config.model)
+        # The checkpoint that the model was started with defines what a whole set of weights is.
+        self._expected = _shapes(self.model_config.model)
         self.reload_seconds = 0.0
-        """What vLLM itself needed for the last update."""
+        """Duration of vLLM's own reload in the last update."""
 
     def init_transfer_engine(self, init_info: DirectoryInit) -> None:
-        """Nothing to connect."""
+        """No connection is needed."""
 
     def start_weight_update(self) -> None:
-        """Let layers wait for their new weights."""
+        """Prepare all layers for new weights."""
         self._kernels = _take_moe_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
@@ -71,7 +71,7 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
         """Load all tensors of the directory.
 
         Raises:
-            CheckpointError: unreadable, or not the tensors of the checkpoint that the model came from.
+            CheckpointError: unreadable, or not the tensors of the checkpoint that the model was started with.
         """
         try:
             self._check(update_info.path)
@@ -83,8 +83,10 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
             raise
 
     def abandon(self) -> None:
-        """End an unfinished update: layers that still wait get their old tensors and kernels back, with nothing
-        buffered. Complete ones keep the new weights, so only another whole update makes the model one version again."""
+        """End an unfinished update: incomplete layers get their old tensors and kernels back, without buffers.
+
+        Complete layers keep the new weights, so only another whole update gives the model one version again.
+        """
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -97,68 +99,81 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
 
     def _check(self, path: str) -> None:
         found = _shapes(path)
-        if wrong := sorted(set(found.items()) ^ set(self._wanted.items())):
+        if wrong := sorted(set(found.items()) ^ set(self._expected.items())):
             name = wrong[0][0]
             raise CheckpointError(
                 "the directory does not hold the tensors of the model", file=path, field=name,
-                found=found.get(name), expected=self._wanted.get(name),
+                found=found.get(name), expected=self._expected.get(name),
             )  # fmt: skip
 
     def finish_weight_update(self) -> None:
-        """Put the last layers in place."""
+        """Finish the last layers."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """No resources are held."""
 
 
 class WorkerExtension:
     """Methods that vLLM adds to its workers, called through `collective_rpc`.
 
-    A sleeping engine was told so by vLLM's own call, which keeps its scheduler from running; on a GPU that call also
-    gives the memory back. vLLM's workers for a CPU ignore it: there `leave_device` and `return_to_device` do it.
+    Sleep begins with vLLM's own call, which stops its scheduler and on a GPU also releases the memory. vLLM's workers
+    for a CPU release nothing: there `release_memory` and `restore_memory` do it.
     """
 
-    _lent: ReleasableMemory | None = None
+    _released: ReleasableMemory | None = None
+
+    # Of the vLLM worker that this class is mixed into. Without values: vLLM refuses an extension with attributes of its
+    # worker.
+    vllm_config: Any
+    model_runner: Any
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
     def device_state(self) -> dict[str, Any]:
-        """`held_bytes` (see `replica.Footprint`), and whether memory `can_leave`."""
+        """`used_bytes` (int, see `replica.Footprint`) and `can_sleep` (bool: whether sleep releases memory)."""
         if current_platform.is_cpu():
-            return {"held_bytes": resident_bytes(), "can_leave": True}
+            return {"used_bytes": resident_bytes(), "can_sleep": True}
         free, total = torch.accelerator.get_memory_info()
-        return {"held_bytes": total - free, "can_leave": self.vllm_config.model_config.enable_sleep_mode}
+        return {"used_bytes": total - free, "can_sleep": self.vllm_config.model_config.enable_sleep_mode}
 
-    def leave_device(self) -> None:
-        """After vLLM's own sleep. On a CPU: weights, what kernels packed of them, keys and values are given back."""
-        if not current_platform.is_cpu() or self._lent:
+    def release_memory(self) -> None:
+        """To be called after vLLM's own sleep. On a CPU: release weights, packed copies of them, keys and values."""
+        if not current_platform.is_cpu() or self._released:
             return
-        model, self._lent = self.model_runner.get_model(), ReleasableMemory()
+        model, self._released = self.model_runner.get_model(), ReleasableMemory()
         for layer in model.modules():
             if hasattr(layer, "cpu_linear"):
                 # Holds a packed copy of the weight; a reload makes a new one.
                 layer.cpu_linear = _asleep
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         caches = [layer.kv_cache for layer in layers if isinstance(getattr(layer, "kv_cache", None), Tensor)]
-        self._lent.release([*model.parameters(), *caches])
+        self._released.release([*model.parameters(), *caches])
 
-    def return_to_device(self) -> None:
-        """Before vLLM's own waking. On a CPU: memory is there again, and zero."""
-        if self._lent:
-            self._lent.restore()
+    def restore_memory(self) -> None:
+        """To be called before vLLM's own waking. On a CPU: allocate the memory again, filled with zeros."""
+        if self._released:
+            self._released.restore()
 
     def load_directory(self, path: str) -> float:
-        """A whole update in one call, which may be repeated: nothing stays begun if the caller goes away.
+        """Run a whole update in one call, which may be repeated, also after one that was not finished.
+
+        Args:
+            path: HF checkpoint directory, on a disk or in shared memory of this host.
 
         Returns:
-            Seconds that vLLM's own reload took, from tensors in mapped files to layers in place.
+            Seconds that vLLM's own reload took, from tensors in mapped files to finished layers.
 
         Raises:
             CheckpointError: see `DirectoryTransfer.receive_weights`.
-            EngineError: asleep.
+            EngineError: the engine sleeps.
         """
         self._require_memory()
         if self._weight_update_active:
-            # An update that broke off where vLLM does not clean up would keep every later one from starting.
+            # vLLM does not clean up after every error, and starts no update while one is active.
             self.weight_transfer_engine.abandon()
             self._weight_update_active = False
         self.start_weight_update()
@@ -169,17 +184,23 @@ class WorkerExtension:
     def differing_parameters(self, path: str) -> dict[str, list[str]]:
         """Compare live parameters that keep their name and shape (norms, routers, unsharded embeddings) with files.
 
-        Every optimizer step moves a norm, so these tell one version from the next. Others are fused, sharded or packed.
+        Every optimizer step changes a norm, so these distinguish one version from the next. Other parameters are fused,
+        sharded or packed.
+
+        Args:
+            path: HF checkpoint directory.
 
         Returns:
-            `compared` and `different` names. Bits are compared, in the model's dtype.
+            `compared` and `different`: names. Bits are compared, in the model's dtype.
 
         Raises:
-            EngineError: asleep.
+            EngineError: the engine sleeps.
             EngineVersionError: parameters of another engine copy than the first differ.
         """
         self._require_memory()
-        files, compared, different = SafetensorsReader(path), [], []
+        files = SafetensorsReader(path)
+        compared: list[str] = []
+        different: list[str] = []
         for name, live in self.model_runner.get_model().named_parameters():
             if name in files and files.shape(name) == tuple(live.shape):
                 compared.append(name)
@@ -194,7 +215,11 @@ class WorkerExtension:
         return {"compared": compared, "different": different}
 
     def reseed(self, seed: str) -> None:
-        """Restart the sampling stream, one for each engine copy; a string, because that is what HTTP hands over."""
+        """Restart the sampling stream, which differs between engine copies.
+
+        Args:
+            seed: an integer below 2^63 as a string: HTTP calls pass strings.
+        """
         torch.manual_seed(int(seed) + self._copy)
 
     @property
@@ -203,14 +228,12 @@ class WorkerExtension:
         return self.vllm_config.parallel_config.data_parallel_index
 
     def _require_memory(self) -> None:
-        if self._lent:
-            raise EngineError(
-                "a sleeping engine holds no weights", found="asleep", expected="awake: `wake` comes first"
-            )
+        if self._released:
+            raise EngineError("a sleeping engine holds no weights", found="asleep", expected="awake: call `wake` first")
 
 
 def _asleep(*_: Any) -> Tensor:
-    raise RuntimeError("a layer of a sleeping engine, or one that its reload forgot, is used")
+    raise RuntimeError("a layer without weights was called: the engine sleeps, or its reload left the layer out")
 
 
 def _shapes(path: str) -> dict[str, tuple[int, ...]]:
@@ -225,10 +248,10 @@ def _tensors(path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _take_moe_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Take the kernels of expert layers away, so that a reload builds new ones; returns (method, kernel) pairs.
+    """Remove the kernels of expert layers, so that a reload builds new ones; returns (method, kernel) pairs.
 
     vLLM packs expert weights for its CPU kernel only where it builds the kernel (seen in 0.30 to 0.32): a reload that
-    finds one leaves them unpacked, and log-probs are off by 3 while every call says success.
+    finds one leaves the weights unpacked, and log-probs are wrong by 3 nats without any error.
     """
     if not current_platform.is_cpu():
         return []
@@ -240,8 +263,8 @@ def _take_moe_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
 
 
 if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
-    # vLLM's bfloat16 attention uses tile registers without asking Linux for them first (0.30): an illegal instruction,
-    # unless some matrix product has asked before.
+    # vLLM's bfloat16 attention uses tile registers without requesting them from Linux first (0.30), which is an illegal
+    # instruction unless some matrix product has requested them before.
     torch.cpu._init_amx()
 
 if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:

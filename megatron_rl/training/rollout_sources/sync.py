@@ -23,7 +23,7 @@ from megatron_rl.engines.local import LocalEngine
 from megatron_rl.environments.base import EpisodeSpec, Task
 from megatron_rl.environments.curriculum import LEVEL
 from megatron_rl.environments.levels import curriculum_metrics, make_curriculum, training_tasks
-from megatron_rl.episodes.episode import Repetition
+from megatron_rl.episodes.episode import EpisodeLimits
 from megatron_rl.episodes.lockstep import play_episodes
 from megatron_rl.rollouts.schema import RolloutBatch, Trajectory
 from megatron_rl.rollouts.store import write_shard
@@ -116,17 +116,9 @@ def play(
     config: RunConfig, engine: LocalEngine, task: Task, specs: list[EpisodeSpec], *, greedy: bool
 ) -> list[Trajectory]:
     """Play episodes under the run's limits, which are the same for training and for evaluation."""
-    rollout = config.rollout
-    return play_episodes(
-        engine,
-        task.make_env,
-        specs,
-        max_turns=rollout.max_turns,
-        max_action_tokens=rollout.max_action_tokens,
-        context_limit=min(config.batching.token_budget, engine.model.config.max_position_embeddings),
-        greedy=greedy,
-        repetition=Repetition(**rollout.repetition.model_dump()),
-    )
+    context_limit = min(config.batching.token_budget, engine.model.config.max_position_embeddings)
+    limits = EpisodeLimits.of(config.rollout, context_limit)
+    return play_episodes(engine, task.make_env, specs, limits, greedy=greedy)
 
 
 def record(

@@ -80,8 +80,8 @@ def test_captured_routes_are_what_the_experts_got(checkpoint):
     received, captured = [], []
     for layer in (engine.model.model.layers[i] for i in engine.moe_layers):
         layer.mlp.experts.register_forward_pre_hook(lambda _module, args: received.append(args[1].clone()))
-    feed = engine._feed
-    engine._feed = lambda *args: (feed(*args), captured.extend(t.clone() for t in engine._captured))[0]
+    forward = engine._forward
+    engine._forward = lambda *args: (forward(*args), captured.extend(t.clone() for t in engine._captured))[0]
     engine.generate(ragged_prompts(), 3, [])
     assert len(received) == 3 * len(engine.moe_layers)
     for got, used in zip(captured, received, strict=True):
@@ -134,14 +134,14 @@ def test_kept_prefixes_change_nothing(checkpoint):
 def test_kept_prefixes_are_used_and_bounded(checkpoint):
     engine = LocalEngine(checkpoint)
     blocks = []
-    feed = engine._feed
-    engine._feed = lambda batch, ids, valid: (blocks.append(ids.shape[1]), feed(batch, ids, valid))[1]
+    forward = engine._forward
+    engine._forward = lambda batch, ids, valid: (blocks.append(ids.shape[1]), forward(batch, ids, valid))[1]
     (made,) = engine.generate([[1] * 30], 1, [])
     engine.generate([[1] * 30 + made.tokens.tolist() + [2, 3]], 1, [])
     assert blocks == [30, 3]
     small = LocalEngine(checkpoint, prefix_tokens=40)
     small.generate([[i] * 15 for i in range(4)], 1, [])
-    assert small._prefixes._held == 30 == sum(entry.kv.shape[2] for entry in small._prefixes._entries.values())
+    assert small._prefixes._size == 30 == sum(entry.kv.shape[2] for entry in small._prefixes._entries.values())
 
 
 def test_same_prompt_again_and_shared_prompts(checkpoint):

@@ -1,4 +1,4 @@
-"""The embedded engine for concurrent callers: the same answers as alone, one version each, updates checked."""
+"""The embedded engine for concurrent callers: the same tokens as alone, one version a call, updates checked."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return found
 
 
-def ask_all(engine: LocalAsyncEngine, **options):
-    async def ask():
+def generate_all(engine: LocalAsyncEngine, **options):
+    async def calls():
         return await asyncio.gather(*(engine.agenerate(prompt, 4, STOPS, **options) for prompt in PROMPTS))
 
-    return ask()
+    return calls()
 
 
-def test_concurrent_callers_get_what_they_would_alone(published: list[Path]) -> None:
+def test_concurrent_calls_return_what_single_calls_do(published: list[Path]) -> None:
     alone = LocalEngine(published[0])
-    answers = asyncio.run(ask_all(LocalAsyncEngine(LocalEngine(published[0])), greedy=True))
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
+    generations = asyncio.run(generate_all(LocalAsyncEngine(LocalEngine(published[0])), greedy=True))
+    for prompt, generation in zip(PROMPTS, generations, strict=True):
         (expected,) = alone.generate([prompt], 4, STOPS, greedy=True)
-        assert answer.tokens.tolist() == expected.tokens.tolist()
-        np.testing.assert_allclose(answer.logprobs, expected.logprobs, atol=1e-5)
-        assert answer.version == 0 and answer.routes.shape == expected.routes.shape
+        assert generation.tokens.tolist() == expected.tokens.tolist()
+        np.testing.assert_allclose(generation.logprobs, expected.logprobs, atol=1e-5)
+        assert generation.version == 0 and generation.routes.shape == expected.routes.shape
 
 
 def test_calls_of_several_kinds_are_all_answered(published: list[Path]) -> None:
     engine = LocalAsyncEngine(LocalEngine(published[0]), max_batch=2)
 
-    async def ask():
+    async def run():
         calls = [engine.agenerate(p, n, STOPS, g) for p in PROMPTS for n in (1, 3) for g in (False, True)]
         return await asyncio.gather(*calls)
 
-    assert [len(answer.tokens) <= 3 for answer in asyncio.run(ask())] == [True] * 20
+    assert [len(generation.tokens) <= 3 for generation in asyncio.run(run())] == [True] * 20
 
 
 def test_an_update_between_calls_is_seen_in_the_version(published: list[Path]) -> None:
@@ -67,10 +67,12 @@ def test_an_update_between_calls_is_seen_in_the_version(published: list[Path]) -
     async def run():
         before = [asyncio.create_task(engine.agenerate(prompt, 4, STOPS)) for prompt in PROMPTS]
         await engine.update(published[1], 1)
-        return await asyncio.gather(*before), await ask_all(engine)
+        return await asyncio.gather(*before), await generate_all(engine)
 
     before, after = asyncio.run(run())
-    assert {answer.version for answer in before} <= {0, 1} and {answer.version for answer in after} == {1}
+    assert {generation.version for generation in before} <= {0, 1} and {generation.version for generation in after} == {
+        1
+    }
 
 
 @pytest.mark.parametrize("fault", ["weights", "canary"])
@@ -90,9 +92,9 @@ def test_weights_that_are_not_the_trainers_are_refused_and_the_old_serve_on(
     async def run():
         with pytest.raises(CheckpointError if fault == "weights" else EngineVersionError):
             await engine.update(bad, 2)
-        return await ask_all(engine)
+        return await generate_all(engine)
 
-    assert {answer.version for answer in asyncio.run(run())} == {0} and engine.version == 0
+    assert {generation.version for generation in asyncio.run(run())} == {0} and engine.version == 0
 
 
 def test_an_error_reaches_its_callers_only(published: list[Path]) -> None:
@@ -108,7 +110,7 @@ def test_an_error_reaches_its_callers_only(published: list[Path]) -> None:
     assert asyncio.run(run()).version == 0
 
 
-def test_closing_cancels_those_who_wait(published: list[Path]) -> None:
+def test_closing_cancels_waiting_calls(published: list[Path]) -> None:
     engine = LocalAsyncEngine(LocalEngine(published[0]))
 
     async def run():

@@ -1,4 +1,4 @@
-"""Answers of a vLLM: both route layouts give the recorded one, and whatever does not fit is refused by name."""
+"""Completions of a vLLM: both route layouts give the recorded one, and every misfit is refused by its field."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> HFModelConfig:
 
 
 def good(prompt: int = 5, n: int = 3, limit: int = 8) -> tuple[CompletionRequest, Completion]:
-    """A question and an answer that fits it, in the layout of all decoder layers."""
+    """A request and a completion that fits it, in the layout of all decoder layers."""
     rng = np.random.default_rng(prompt * 100 + n)
     routes = rng.random((prompt + n - 1, 4, 8)).argsort(-1)[..., :2].astype(np.uint8)
     routes[:, 1] = 0
     tokens = [1] * (n - 1) + [STOP if n < limit else 1]
     finish = "stop" if n < limit else "length"
-    question = CompletionRequest(tuple(range(prompt)), limit, (STOP,))
-    return question, Completion(tokens, [-0.5 - i for i in range(n)], finish, routes)
+    request = CompletionRequest(tuple(range(prompt)), limit, (STOP,))
+    return request, Completion(tokens, [-0.5 - i for i in range(n)], finish, routes)
 
 
 def spoiled(**changes: object) -> Completion:
@@ -47,10 +47,10 @@ def spoiled(**changes: object) -> Completion:
 
 @given(prompt=st.integers(1, 9), n=st.integers(1, 8))
 def test_both_layouts_give_the_same_routes(model: HFModelConfig, prompt: int, n: int) -> None:
-    question, whole = good(prompt, n)
+    request, whole = good(prompt, n)
     moe_only = whole.routes[:, [0, 2, 3]].astype(np.int16)
     parts = dataclasses.replace(whole, routes=moe_only[prompt:], prompt_routes=moe_only[:prompt])
-    first, second = (to_generation(question, answer, model, 7, who="x") for answer in (whole, parts))
+    first, second = (to_generation(request, completion, model, 7, who="x") for completion in (whole, parts))
     assert first.routes.dtype == np.uint8 and first.routes.shape == (3, prompt + n - 1, 2)
     for row in range(prompt + n - 1):
         for line, layer in enumerate((0, 2, 3)):
@@ -61,7 +61,7 @@ def test_both_layouts_give_the_same_routes(model: HFModelConfig, prompt: int, n:
 
 
 @pytest.mark.parametrize(
-    ("answer", "field"),
+    ("completion", "field"),
     [
         (spoiled(routes=None), "routed_experts"),
         (spoiled(routes=good()[1].routes[:-1]), "routed_experts"),
@@ -87,24 +87,24 @@ def test_both_layouts_give_the_same_routes(model: HFModelConfig, prompt: int, n:
         (spoiled(finish="error"), "finish_reason"),
     ],
 )
-def test_misfit_is_refused(model: HFModelConfig, answer: Completion, field: str) -> None:
+def test_misfit_is_refused(model: HFModelConfig, completion: Completion, field: str) -> None:
     with pytest.raises(EngineAnswerError) as raised:
-        to_generation(good()[0], answer, model, 0, who="http://a")
+        to_generation(good()[0], completion, model, 0, who="http://a")
     assert raised.value.field == field and "http://a" in str(raised.value)
 
 
 def test_interrupted_calls(model: HFModelConfig) -> None:
-    question, answer = good(5, 3)
-    cut = dataclasses.replace(answer, tokens=[1, 1, 1], finish="abort")
-    assert to_generation(question, cut, model, 0, who="x").interrupted
-    whole = dataclasses.replace(answer, finish="abort")
-    assert not to_generation(question, whole, model, 0, who="x").interrupted, "the stop token was sampled already"
-    assert to_generation(question, Completion([], [], "abort"), model, 0, who="x") is None
+    request, completion = good(5, 3)
+    cut = dataclasses.replace(completion, tokens=[1, 1, 1], finish="abort")
+    assert to_generation(request, cut, model, 0, who="x").interrupted
+    whole = dataclasses.replace(completion, finish="abort")
+    assert not to_generation(request, whole, model, 0, who="x").interrupted, "the stop token was sampled already"
+    assert to_generation(request, Completion([], [], "abort"), model, 0, who="x") is None
 
 
 def test_dense_models_have_no_routes(model: HFModelConfig) -> None:
-    question, answer = good()
-    found = to_generation(question, dataclasses.replace(answer, routes=None), model, 0, who="x", routes=False)
+    request, completion = good()
+    found = to_generation(request, dataclasses.replace(completion, routes=None), model, 0, who="x", routes=False)
     assert found.routes is None
 
 
@@ -120,5 +120,5 @@ def test_arrays_in_json() -> None:
 
 
 def test_numpy_prompts_become_plain_integers() -> None:
-    question = as_request(np.arange(3, dtype=np.int32), np.int64(4), np.array([7, 5]), False)
-    assert json.dumps(dataclasses.asdict(question)) and question.stop_tokens == (5, 7)
+    request = as_request(np.arange(3, dtype=np.int32), np.int64(4), np.array([7, 5]), False)
+    assert json.dumps(dataclasses.asdict(request)) and request.stop_tokens == (5, 7)

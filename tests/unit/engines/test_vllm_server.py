@@ -1,4 +1,4 @@
-"""Server processes: what they are asked to do, and that none outlives its starter. No vLLM is needed."""
+"""Server processes: their command line, and that none outlives its parent. No vLLM is needed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.engines.vllm import parent_watch as guard
+from megatron_rl.engines.vllm import parent_watch
 from megatron_rl.engines.vllm import server as servers
 from megatron_rl.engines.vllm.options import TRANSFER_BACKEND, VllmOptions
 from megatron_rl.engines.vllm.server import LocalServer, command_of, free_port, serve_command
 from megatron_rl.errors import LaunchError
+from tests.waiting import wait_until
 
 
 def gone(pid: int) -> bool:
@@ -43,10 +44,12 @@ def test_command_switches_on_what_the_trainer_needs() -> None:
     assert "--enable-return-routed-experts" in words and options["--generation-config"] == "vllm"
     assert json.loads(options["--weight-transfer-config"]) == {"backend": TRANSFER_BACKEND}
     assert "--no-enable-return-routed-experts" in VllmOptions("m", routes=False).command_line()
-    assert serve_command(VllmOptions("m"), 81) != serve_command(VllmOptions("m"), 81), "each process has its own name"
+    assert serve_command(VllmOptions("m"), 81) != serve_command(VllmOptions("m"), 81), (
+        "each process has a fingerprint of its own"
+    )
 
 
-def test_words_after_two_dashes_go_to_vllm_and_win() -> None:
+def test_options_after_two_dashes_go_to_vllm_and_override() -> None:
     words = command_of(["m", "--host", "0.0.0.0", "--port", "81", "--", "--dtype", "float32", "--max-num-seqs", "16"])
     assert words[-4:] == ["--dtype", "float32", "--max-num-seqs", "16"] and words.index("--dtype") < len(words) - 4
     assert words[words.index("--host") + 1] == "0.0.0.0" and words[words.index("--model") + 1] == "m"
@@ -59,17 +62,17 @@ def test_restarts_are_counted_from_none(capsys: pytest.CaptureFixture[str]) -> N
     assert "--restarts: found -1, expected 0 or more" in capsys.readouterr().err
 
 
-def test_child_ends_with_its_starter(tmp_path: Path) -> None:
-    """The starter is killed: it cannot tell anybody."""
+def test_child_ends_with_its_parent(tmp_path: Path) -> None:
+    """The parent is killed, so that it cannot end its child itself."""
     pid_file = tmp_path / "pid"
     child = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    starter = (
+    parent = (
         "import subprocess, sys, time\n"
-        f"subprocess.Popen([sys.executable, {guard.__file__!r}, sys.executable, '-c', {child!r}],"
+        f"subprocess.Popen([sys.executable, {parent_watch.__file__!r}, sys.executable, '-c', {child!r}],"
         " stdin=subprocess.PIPE, start_new_session=True)\n"
         "time.sleep(600)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", starter])
+    process = subprocess.Popen([sys.executable, "-c", parent])
     while not (pid_file.exists() and pid_file.read_text()):
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
@@ -77,7 +80,7 @@ def test_child_ends_with_its_starter(tmp_path: Path) -> None:
     assert gone(int(pid_file.read_text()))
 
 
-KEPT = """
+RESTARTING = """
 import sys
 from megatron_rl.engines.vllm import server
 server.serve_command = lambda *_, **__: [sys.executable, "-c", {script!r}]
@@ -86,42 +89,39 @@ server.main(["m", "--restarts", "2"])
 """
 
 
-def kept(script: str, log: Path, steady: float = 600.0) -> subprocess.Popen[bytes]:
-    """A keeper of a server that is this script."""
+def restarting_server(script: str, log: Path, steady: float = 600.0) -> subprocess.Popen[bytes]:
+    """A process that runs this script as its server, and restarts it."""
     with log.open("ab") as output:
-        return subprocess.Popen([sys.executable, "-c", KEPT.format(script=script, steady=steady)], stdout=output)
+        return subprocess.Popen([sys.executable, "-c", RESTARTING.format(script=script, steady=steady)], stdout=output)
 
 
 def wait_for_lines(log: Path, count: int) -> list[str]:
-    deadline = time.monotonic() + 60
-    while len(lines := log.read_text().splitlines()) < count:
-        assert time.monotonic() < deadline, lines
-        time.sleep(0.05)
-    return lines
+    wait_until(lambda: len(log.read_text().splitlines()) >= count, 60, what=log)
+    return log.read_text().splitlines()
 
 
-def test_a_kept_server_is_restarted_so_often_in_a_row(tmp_path: Path) -> None:
+def test_a_server_is_restarted_so_often_in_a_row(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert kept("import sys; print('up', flush=True); sys.exit(7)", log).wait(60) == 7
+    assert restarting_server("import sys; print('up', flush=True); sys.exit(7)", log).wait(60) == 7
     assert log.read_text().count("up\n") == 3 and log.read_text().count("ended with status 7") == 2
     log.unlink()
-    steady = kept("import sys; print('up', flush=True); sys.exit(7)", log, steady=0.0)
+    steady = restarting_server("import sys; print('up', flush=True); sys.exit(7)", log, steady=0.0)
     wait_for_lines(log, 12)
     steady.kill()
 
 
-def test_a_kept_server_leaves_nothing_behind(tmp_path: Path) -> None:
-    """A server that is killed has children of its own, and the keeper is asked to end or killed too."""
+def test_a_restarting_server_leaves_no_process_behind(tmp_path: Path) -> None:
+    """A server with children of its own is killed; then the process that restarts it is terminated, or killed too."""
     log, engine = tmp_path / "log", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {engine!r}])"
-    process = kept(script, log)
+    process = restarting_server(script, log)
     first = int(wait_for_lines(log, 1)[0])
     os.kill(int(Path(f"/proc/{first}/stat").read_text().rsplit(")", 1)[1].split()[1]), signal.SIGKILL)
     *_, second = wait_for_lines(log, 3)
     assert gone(first)
     process.terminate()
     assert process.wait(30) == 0 and gone(int(second)) and len(log.read_text().splitlines()) == 3
-    process = kept(script, log)
+    process = restarting_server(script, log)
     *_, third = wait_for_lines(log, 4)
     process.kill()
     process.wait()

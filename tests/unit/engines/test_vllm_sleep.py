@@ -1,12 +1,10 @@
-"""A pool that leaves its device: nobody asks a sleeper, calls and updates wake it, it serves proven weights only."""
+"""A vLLM engine that sleeps: sleeping replicas get no calls, calls and updates wake them with verified weights."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +18,23 @@ from megatron_rl.engines.vllm.engine import ReplicaSetSettings, VllmEngine
 from megatron_rl.engines.vllm.host_memory import ReleasableMemory, resident_bytes
 from megatron_rl.engines.vllm.options import VllmOptions
 from megatron_rl.errors import CheckpointError, EngineUnavailableError, EngineVersionError
-from tests.unit.engines.test_vllm_engine import FAST, VERSIONS, CountingReplica, pool, versions
+from tests.unit.engines.counting_replica import FAST, VERSIONS, CountingReplica, make_engine, versions
+from tests.waiting import wait_until
 
 __all__ = ["versions"]
 
 
-def said(engine: VllmEngine) -> set[int]:
-    """What an answer consists of: the number of the weights that made it."""
+def sampled(engine: VllmEngine) -> set[int]:
+    """The tokens of a generation: the number of the weights that sampled it."""
     return set(engine.generate([[1, 2]], 4, [])[0].tokens.tolist())
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @settings(max_examples=5)
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 3))
-def test_calls_updates_and_rests_in_any_order(versions: list[Path], seed: int, count: int) -> None:
-    """A replica fails whoever asks it while it sleeps, loads before it was woken, or is sent to sleep under a call."""
+def test_calls_updates_and_sleeps_in_any_order(versions: list[Path], seed: int, count: int) -> None:
+    """A replica fails if it is called while it sleeps, loads before it is woken, or goes to sleep during a call."""
     rng = random.Random(seed)
-    engine, _ = pool(versions, count, ReplicaSetSettings(attempts=50, backoff=0, health_every=0.001))
+    engine, _ = make_engine(versions, count, ReplicaSetSettings(attempts=50, backoff=0, health_every=0.001))
 
     async def episode() -> None:
         for _ in range(6):
@@ -62,31 +54,31 @@ def test_calls_updates_and_rests_in_any_order(versions: list[Path], seed: int, c
 
     with engine:
         asyncio.run(play())
-        assert engine.version == VERSIONS - 1 and said(engine) == {VERSIONS - 1} and not engine.faults
+        assert engine.version == VERSIONS - 1 and sampled(engine) == {VERSIONS - 1} and not engine.faults
 
 
 def test_a_call_and_a_score_wake_it_with_the_weights_it_had(versions: list[Path]) -> None:
-    engine, replicas = pool(versions)
+    engine, replicas = make_engine(versions)
     with engine:
         engine.load(versions[1], 1)
         engine.sleep()
         assert all(replica.asleep for replica in replicas) and engine.version == 1
-        assert said(engine) == {1} and not any(replica.asleep for replica in replicas)
+        assert sampled(engine) == {1} and not any(replica.asleep for replica in replicas)
         engine.sleep()
         assert engine.score([1, 2]).tolist() == [0.0, -1.0]
 
 
 def test_an_update_wakes_it_with_the_new_weights_only(versions: list[Path]) -> None:
-    engine, (replica,) = pool(versions, 1)
+    engine, (replica,) = make_engine(versions, 1)
     with engine:
         engine.sleep()
         replica.refused = {versions[0]}
         engine.load(versions[2], 2)
-        assert said(engine) == {2}, "the old version was not loaded on the way"
+        assert sampled(engine) == {2}, "the old version was not loaded on the way"
 
 
 def test_a_refused_update_while_asleep_serves_the_old_version(versions: list[Path], tmp_path: Path) -> None:
-    engine, replicas = pool(versions)
+    engine, replicas = make_engine(versions)
     (tmp_path / "config.json").write_text("{}")
     write_publication(tmp_path, 2)
     (tmp_path / "config.json").write_text("[]")
@@ -95,77 +87,77 @@ def test_a_refused_update_while_asleep_serves_the_old_version(versions: list[Pat
         engine.sleep()
         with pytest.raises(CheckpointError):
             engine.load(tmp_path, 2)
-        assert all(replica.asleep for replica in replicas), "nobody is woken for a damaged directory"
+        assert all(replica.asleep for replica in replicas), "none is woken for a damaged directory"
         for replica in replicas:
             replica.refused = {versions[2]}
         with pytest.raises(EngineVersionError, match="version 1 serves on"):
             engine.load(versions[2], 2)
-        assert engine.version == 1 and said(engine) == {1}
+        assert engine.version == 1 and sampled(engine) == {1}
 
 
-def test_looks_leave_sleepers_alone(versions: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, replicas = pool(versions)
+def test_health_checks_do_not_wake_sleeping_replicas(versions: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, replicas = make_engine(versions)
     with engine:
         engine.sleep()
-        start = [replica.looks for replica in replicas]
+        start = [replica.sleep_checks for replica in replicas]
         for replica in replicas:
             monkeypatch.setattr(replica, "tag", None)
-        wait_until(lambda: all(r.looks > n + 3 for r, n in zip(replicas, start, strict=True)))
+        wait_until(lambda: all(r.sleep_checks > n + 3 for r, n in zip(replicas, start, strict=True)))
         assert all(replica.asleep for replica in replicas) and not engine.faults
 
 
 def test_a_server_restarted_while_asleep_sleeps_again_and_wakes_with_the_right_weights(versions: list[Path]) -> None:
-    engine, replicas = pool(versions)
+    engine, replicas = make_engine(versions)
     with engine:
         engine.load(versions[1], 1)
         engine.sleep()
         engine._loop.call_soon_threadsafe(replicas[0].restart)
         wait_until(lambda: replicas[0].slept == 2)
-        assert replicas[0].asleep and said(engine) == {1}
+        assert replicas[0].asleep and sampled(engine) == {1}
         engine.sleep()
         replicas[0].up = False
-        assert said(engine) == {1}, "the other one serves"
+        assert sampled(engine) == {1}, "the other one serves"
         engine._loop.call_soon_threadsafe(replicas[0].restart)
         wait_until(lambda: engine._replicas.states[0].serving)
         assert replicas[0].held == versions[1]
 
 
-def test_a_server_restarted_unnoticed_is_woken_and_proven(versions: list[Path]) -> None:
-    engine, (replica,) = pool(versions, 1, ReplicaSetSettings(backoff=0.0, patience=5.0, health_every=600.0))
+def test_a_server_restarted_unnoticed_is_woken_and_verified(versions: list[Path]) -> None:
+    engine, (replica,) = make_engine(versions, 1, ReplicaSetSettings(backoff=0.0, patience=5.0, health_every=600.0))
     with engine:
         engine.load(versions[1], 1)
         engine.sleep()
         engine._loop.call_soon_threadsafe(replica.restart)
-        assert said(engine) == {1} and replica.held == versions[1]
+        assert sampled(engine) == {1} and replica.held == versions[1]
 
 
-def test_a_replica_that_does_not_go_to_sleep_is_an_error_and_not_the_end(versions: list[Path]) -> None:
-    engine, replicas = pool(versions)
+def test_a_replica_that_does_not_go_to_sleep_is_an_error_that_the_engine_survives(versions: list[Path]) -> None:
+    engine, replicas = make_engine(versions)
     with engine:
         replicas[0].up = False
         with pytest.raises(EngineUnavailableError, match="down"):
             engine.sleep()
-        assert said(engine) == {0}
+        assert sampled(engine) == {0}
 
 
-def test_a_pool_that_finds_sleepers_gives_them_weights(versions: list[Path]) -> None:
+def test_an_engine_that_finds_a_sleeping_replica_gives_it_weights(versions: list[Path]) -> None:
     """Left by a rollout process that was killed."""
     replica = CountingReplica("left", versions[0])
     replica.asleep, replica.held = True, Path("nothing")
     with VllmEngine([replica], versions[1], version=1, settings=FAST) as engine:
-        assert said(engine) == {1}
+        assert sampled(engine) == {1}
 
 
 @pytest.mark.parametrize("step", ["pause", "wake", "load", "differing", "resume"])
-def test_a_caller_that_gives_up_while_it_wakes_does_not_leave_it_half_awake(
+def test_a_caller_cancelled_while_the_engine_wakes_does_not_leave_it_half_awake(
     versions: list[Path], monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """No look is due: whoever is left half awake must be looked at now."""
-    engine, replicas = pool(versions, 3, ReplicaSetSettings(backoff=0.0, patience=5.0, health_every=600.0))
-    reached, does = threading.Event(), getattr(replicas[1], step)
+    """No health check is due: a replica left half awake must be checked at once."""
+    engine, replicas = make_engine(versions, 3, ReplicaSetSettings(backoff=0.0, patience=5.0, health_every=600.0))
+    reached, original = threading.Event(), getattr(replicas[1], step)
 
     async def hangs_once(*arguments: Any) -> Any:
-        monkeypatch.setattr(replicas[1], step, does)
+        monkeypatch.setattr(replicas[1], step, original)
         reached.set()
         await asyncio.Event().wait()
 
@@ -194,7 +186,7 @@ def test_no_two_streams_are_alike(versions: list[Path]) -> None:
             engine.load(versions[1], 1)
             found += [replica.seeds[-1] for replica in replicas]
             engine.sleep()
-            said(engine)
+            sampled(engine)
             found += [replica.seeds[-1] for replica in replicas]
             engine._loop.call_soon_threadsafe(replicas[0].restart)
             wait_until(lambda: len(replicas[0].seeds) == 4)
@@ -203,8 +195,8 @@ def test_no_two_streams_are_alike(versions: list[Path]) -> None:
     assert streams(1) == streams(1) and len(set(streams(1) + streams(2))) == 14
 
 
-def test_seeds_reach_sleepers(versions: list[Path]) -> None:
-    engine, replicas = pool(versions)
+def test_seeds_reach_sleeping_replicas(versions: list[Path]) -> None:
+    engine, replicas = make_engine(versions)
     with engine:
         engine.sleep()
         engine.reseed(1)
@@ -213,21 +205,21 @@ def test_seeds_reach_sleepers(versions: list[Path]) -> None:
         assert first == [replica._random.random() for replica in replicas]
 
 
-def test_lent_memory_leaves_the_process_and_comes_back_zero() -> None:
+def test_released_memory_leaves_the_process_and_is_restored_as_zeros() -> None:
     small = [torch.full((1000,), float("nan")) for _ in range(64)]
     large = torch.ones(8 << 20)
     view, before = large[5:], resident_bytes()
-    lent = ReleasableMemory()
-    lent.release([large, view, *small])
-    assert lent and resident_bytes() < before - large.nbytes * 0.9
-    lent.release([large])
-    lent.restore()
-    assert not lent and view.numel() == (8 << 20) - 5 and not view.any() and not any(one.any() for one in small)
+    memory = ReleasableMemory()
+    memory.release([large, view, *small])
+    assert memory and resident_bytes() < before - large.nbytes * 0.9
+    memory.release([large])
+    memory.restore()
+    assert not memory and view.numel() == (8 << 20) - 5 and not view.any() and not any(one.any() for one in small)
     view[0] = 3
     assert large[5] == 3, "still a view"
 
 
-def test_sleep_mode_is_asked_for_where_it_exists_and_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleep_mode_is_switched_on_where_it_exists_and_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         assert "enable_sleep_mode" not in VllmOptions("m").arguments()

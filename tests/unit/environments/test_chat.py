@@ -115,14 +115,14 @@ def test_odd_ids_are_recorded_as_sampled():
     assert tok.encode("maybe") != letters
 
     class Spells(CountingEngine):
-        def answer(self, prompt, limit, stops):
+        def sample(self, prompt, limit, stops):
             n = len(letters) + 1
-            made = super().answer(prompt, 1, stops)
+            made = super().sample(prompt, 1, stops)
             sampled = np.asarray([*letters, env.stop_tokens[0]], np.int32)
             return type(made)(sampled, np.zeros(n, np.float32), None, 0)
 
-    (record,) = play_episodes(Spells(), lambda _spec: env, [EpisodeSpec("t", "p", "g", seed=0)], max_turns=2,
-                              max_action_tokens=8, context_limit=500)  # fmt: skip
+    limits = EpisodeLimits(max_turns=2, max_action_tokens=8, context_limit=500)
+    (record,) = play_episodes(Spells(), lambda _spec: env, [EpisodeSpec("t", "p", "g", seed=0)], limits)
     for turn in (0, 1):
         assert record.tokens[record.turn_id == turn].tolist() == [*letters, env.stop_tokens[0]]
     assert inner.heard == ["maybe", "maybe"]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_rl.environments.base import EpisodeSpec
 from megatron_rl.environments.curriculum import START_SEED, START_TURN, Curriculum, StaggeredStart, TrainingTask
 from megatron_rl.environments.frozen_lake import FrozenLakeTask
+from megatron_rl.episodes.episode import EpisodeLimits
 from megatron_rl.episodes.lockstep import play_episodes
 from megatron_rl.errors import ConfigError
 from tests.unit.episodes.counting import STOP, CountingEngine, CountingEnvironment, counting_environment
@@ -168,7 +169,8 @@ def test_staggered_episode_starts_where_random_play_led_and_says_so():
 def test_record_holds_the_start_turn():
     task = TrainingTask(Groups(), stagger_turns=3)
     specs = task.training_specs(0, 24)
-    records = play_episodes(CountingEngine(), task.make_env, specs, max_turns=2, max_action_tokens=6, context_limit=300)
+    limits = EpisodeLimits(max_turns=2, max_action_tokens=6, context_limit=300)
+    records = play_episodes(CountingEngine(), task.make_env, specs, limits)
     assert [r.metadata["start_turn"] for r in records] == [s.options[START_TURN] for s in specs]
     assert len({r.metadata["start_turn"] for r in records}) > 1
 

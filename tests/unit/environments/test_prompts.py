@@ -21,6 +21,7 @@ from megatron_rl.environments.codecs import character_vocabulary, load_codec
 from megatron_rl.environments.prompt_rows import read_rows
 from megatron_rl.environments.prompts import LastNumber, PromptsTask, last_number_of
 from megatron_rl.environments.tasks import make_task
+from megatron_rl.episodes.episode import EpisodeLimits
 from megatron_rl.episodes.lockstep import play_episodes, random_play
 from megatron_rl.errors import ConfigError, RolloutError
 from megatron_rl.rollouts.schema import EXCLUDED_OUTCOMES
@@ -353,7 +354,8 @@ def test_a_tiny_model_answers_and_is_recorded(tmp_path):
     write_tiny_checkpoint(tmp_path / "model", played.vocabulary, TinyShape(num_layers=1))
     engine = LocalEngine(tmp_path / "model")
     specs = played.training_specs(0, 40)
-    found = play_episodes(engine, played.make_env, specs, max_turns=1, max_action_tokens=3, context_limit=64)
+    limits = EpisodeLimits(max_turns=1, max_action_tokens=3, context_limit=64)
+    found = play_episodes(engine, played.make_env, specs, limits)
     assert not {t.outcome for t in found} & EXCLUDED_OUTCOMES
     assert {t.outcome for t in found} <= {"completed", "truncated_length"}
     for spec, trajectory in zip(specs, found, strict=True):

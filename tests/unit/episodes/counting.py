@@ -1,4 +1,4 @@
-"""An engine whose every token is a function of the tokens before it, and environments of any length, for the players.
+"""An engine whose every token is a function of the tokens before it, and environments of any length, for the runners.
 
 Because each token follows from its exact prefix, a call made again, cut in two, or made among others gives the same
 tokens; and any prefix that differs by one token gives others.
@@ -50,7 +50,7 @@ class CountingEngine:
         self.version, self._jitter, self._random = 0, jitter, random.Random(0)
         self.calls, self.at_once, self.most_at_once = 0, 0, 0
 
-    def answer(self, prompt: Sequence[int], limit: int, stops: Sequence[int]) -> Generation:
+    def sample(self, prompt: Sequence[int], limit: int, stops: Sequence[int]) -> Generation:
         tokens, logprobs = list(prompt), []
         while len(logprobs) < limit and not (logprobs and tokens[-1] in stops):
             logprobs.append(logprob_of(tokens))
@@ -59,7 +59,7 @@ class CountingEngine:
         return Generation(sampled, np.asarray(logprobs, np.float32), routes_of(tokens), self.version)
 
     def generate(self, prompts, max_new_tokens, stop_tokens, greedy=False, streams=None):
-        return [self.answer(prompt, max_new_tokens, stop_tokens) for prompt in prompts]
+        return [self.sample(prompt, max_new_tokens, stop_tokens) for prompt in prompts]
 
     async def agenerate(self, prompt, max_new_tokens, stop_tokens, greedy=False):
         self.calls += 1
@@ -67,13 +67,13 @@ class CountingEngine:
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
             await asyncio.sleep(self._random.uniform(0, self._jitter))
-            return self.answer(prompt, max_new_tokens, stop_tokens)
+            return self.sample(prompt, max_new_tokens, stop_tokens)
         finally:
             self.at_once -= 1
 
 
 class CountingEnvironment:
-    """Ends after `length` turns; what it shows is a function of its name, the turn and what it heard."""
+    """Ends after `length` turns; its observations are a function of its name, the turn and the action."""
 
     def __init__(self, name: int, length: int, ending: str = "terminated") -> None:
         self.name, self.length, self.ending = name, length, ending

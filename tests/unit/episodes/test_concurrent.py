@@ -1,4 +1,4 @@
-"""The concurrent player: records that do not depend on company, and episodes that fail alone."""
+"""The concurrent runner: records that do not depend on which episodes run beside them, and episodes that fail alone."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_rl.config import parse_config
+from megatron_rl.config.rollout import RepetitionConfig
 from megatron_rl.engines.local import LocalEngine
 from megatron_rl.engines.local_async import LocalAsyncEngine
 from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
 from megatron_rl.environments.base import StepResult, ToolError
 from megatron_rl.environments.frozen_lake import FrozenLakeTask
 from megatron_rl.episodes.concurrent import PlayLimits, play
-from megatron_rl.episodes.episode import EpisodeLimits, Repetition
+from megatron_rl.episodes.episode import EpisodeLimits
 from megatron_rl.episodes.lockstep import play_episodes
 from megatron_rl.errors import (
     ConfigError,
@@ -39,6 +41,7 @@ from tests.unit.episodes.counting import (
     specs_of,
 )
 from tests.unit.rollouts.records import assert_same
+from tests.waiting import wait_until
 
 EPISODE = EpisodeLimits(max_turns=40, max_action_tokens=6, context_limit=130)
 LIMITS = PlayLimits(EPISODE, concurrency=16, engine_pause=0.0)
@@ -55,32 +58,12 @@ def played(engine, make_env, specs, limits=LIMITS, **options):
     return finished
 
 
-def lockstep(engine, make_env, specs, episode=EPISODE):
-    return play_episodes(
-        engine,
-        make_env,
-        specs,
-        max_turns=episode.max_turns,
-        max_action_tokens=episode.max_action_tokens,
-        context_limit=episode.context_limit,
-        repetition=episode.repetition,
-    )
-
-
-def until(condition, seconds=10.0):
-    """Threads that were given up end when they can."""
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
-
-
 def timeless(trajectory):
     return replace(trajectory, metadata={k: v for k, v in trajectory.metadata.items() if k != "seconds"})
 
 
 def assert_fit(trajectories, tmp_path, version=0):
-    """They pass the entrance to training, routes included."""
+    """They pass the validation before training, routes included."""
     write_shard(tmp_path, HEADER, [t for t in trajectories if len(t.tokens)])
     kept = validate(read_batch(tmp_path), expected=MODEL, replay=True, current_version=version, temperature=1.0)
     for trajectory in trajectories:
@@ -100,7 +83,7 @@ def test_thousand_episodes_of_any_length_are_those_of_lock_step(tmp_path):
     finished = played(engine, counting_environment, specs, replace(LIMITS, concurrency=64))
     assert engine.most_at_once <= 64
     assert [t.trajectory_id for t in finished] != [s.trajectory_id for s in specs]
-    expected = {t.trajectory_id: t for t in lockstep(CountingEngine(), counting_environment, specs)}
+    expected = {t.trajectory_id: t for t in play_episodes(CountingEngine(), counting_environment, specs, EPISODE)}
     assert len(finished) == len(expected) == 1000
     for trajectory in finished:
         assert_same(timeless(trajectory), timeless(expected[trajectory.trajectory_id]))
@@ -130,7 +113,7 @@ def test_concurrency_is_reached_and_never_exceeded():
 
 
 def test_slow_receiver_holds_back_new_episodes():
-    """Started but not handed out never exceeds the number of places, though the source is endless."""
+    """Episodes started and not yet received never exceed the number of slots, though the source is endless."""
     started, taken, worst = 0, 0, 0
 
     def endless():
@@ -198,7 +181,7 @@ def test_cancelling_stops_everything_and_closes_environments():
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(watch())
-    until(lambda: [env.closed for env in made] == [1] * 16)
+    wait_until(lambda: [env.closed for env in made] == [1] * 16)
 
 
 class Faulty(CountingEnvironment):
@@ -303,7 +286,7 @@ def test_hanging_environments_delay_nobody(at, tmp_path):
         )
         return made[-1]
 
-    limits = replace(LIMITS, environment_threads=2, environment_seconds=0.4)
+    limits = replace(LIMITS, environment_threads=2, step_timeout=0.4)
     begin = time.monotonic()
     finished = played(CountingEngine(), make, specs_of([4] * 12), limits)
     assert time.monotonic() - begin < 8
@@ -312,13 +295,13 @@ def test_hanging_environments_delay_nobody(at, tmp_path):
     assert all("EnvironmentHang: no answer within 0.4 s" in t.metadata["error"] for t in hung)
     assert sum(env.closed for env in made) == 6
     release.set()
-    until(lambda: [env.closed for env in made] == [1] * 12)
+    wait_until(lambda: [env.closed for env in made] == [1] * 12)
     assert_fit(finished, tmp_path)
 
 
 def test_too_many_hanging_environments_are_an_error():
     release = threading.Event()
-    limits = replace(LIMITS, environment_threads=2, environment_seconds=0.2, max_stuck_environments=3)
+    limits = replace(LIMITS, environment_threads=2, step_timeout=0.2, max_stuck_environments=3)
     try:
         with pytest.raises(RolloutError, match="max_stuck_environments"):
             played(CountingEngine(), lambda _spec: Faulty(lambda: release.wait(10)), specs_of([4] * 12), limits)
@@ -333,7 +316,7 @@ def test_environment_whose_close_fails_or_hangs_is_recorded():
                 time.sleep(0.8)
             raise OSError("no")
 
-    limits = replace(LIMITS, environment_seconds=0.4)
+    limits = replace(LIMITS, step_timeout=0.4)
     finished = played(CountingEngine(), lambda s: Stubborn(s.options["name"], 1), specs_of([1, 1]), limits)
     assert [t.outcome for t in finished] == ["completed"] * 2
 
@@ -344,11 +327,11 @@ class Flaky(CountingEngine):
     def __init__(self, failures, error=None, before=0.0):
         super().__init__()
         self._failures, self._error, self._before = failures, error, before
-        self.asked: Counter[tuple[int, ...]] = Counter()
+        self.calls_on: Counter[tuple[int, ...]] = Counter()
 
     async def agenerate(self, prompt, max_new_tokens, stop_tokens, greedy=False):
-        self.asked[tuple(prompt)] += 1
-        if self.asked[tuple(prompt)] <= self._failures:
+        self.calls_on[tuple(prompt)] += 1
+        if self.calls_on[tuple(prompt)] <= self._failures:
             await asyncio.sleep(self._before)
             if self._error is not None:
                 raise self._error
@@ -358,12 +341,12 @@ class Flaky(CountingEngine):
 @pytest.mark.parametrize("engine", [Flaky(2, EngineUnavailableError("503")), Flaky(1, before=5.0)])
 def test_engine_call_is_made_again_and_recorded_once(engine):
     specs = specs_of([3, 2])
-    limits = replace(LIMITS, engine_seconds=0.4)
+    limits = replace(LIMITS, engine_timeout=0.4)
     finished = played(engine, counting_environment, specs, limits)
-    expected = {t.trajectory_id: t for t in lockstep(CountingEngine(), counting_environment, specs)}
+    expected = {t.trajectory_id: t for t in play_episodes(CountingEngine(), counting_environment, specs, EPISODE)}
     for record in finished:
         assert_same(timeless(record), timeless(expected[record.trajectory_id]))
-    assert set(engine.asked.values()) == {engine._failures + 1}
+    assert set(engine.calls_on.values()) == {engine._failures + 1}
 
 
 @pytest.mark.parametrize(
@@ -375,11 +358,11 @@ def test_engine_call_is_made_again_and_recorded_once(engine):
     ],
 )
 def test_engine_that_does_not_answer_aborts_the_episode(engine, calls, reason):
-    limits = replace(LIMITS, engine_seconds=0.4, engine_retries=2)
+    limits = replace(LIMITS, engine_timeout=0.4, engine_retries=2)
     (record,) = played(engine, counting_environment, specs_of([3]), limits)
     assert (record.outcome, record.terminated, record.truncated) == ("aborted", False, False)
     assert reason in record.metadata["error"]
-    assert list(engine.asked.values()) == [calls]
+    assert list(engine.calls_on.values()) == [calls]
     assert not record.action_mask.any()
 
 
@@ -391,7 +374,7 @@ def test_episode_aborted_midway_ends_with_its_last_action(tmp_path):
             return await super().agenerate(*call)
 
     (record,) = played(Dies(), counting_environment, specs_of([9]))
-    (whole,) = lockstep(CountingEngine(), counting_environment, specs_of([9]))
+    (whole,) = play_episodes(CountingEngine(), counting_environment, specs_of([9]), EPISODE)
     assert record.outcome == "aborted"
     assert len(record.turn_rewards) == 2
     assert record.tokens.tolist() == whole.tokens[: len(record.tokens)].tolist()
@@ -410,10 +393,10 @@ def test_episode_aborted_midway_ends_with_its_last_action(tmp_path):
         {"routes": np.zeros((2, 4, 2), np.uint8)},
     ],
 )
-def test_answer_that_cannot_be_recorded_aborts_the_episode(damage):
+def test_generation_that_cannot_be_recorded_aborts_the_episode(damage):
     class Damaged(CountingEngine):
-        def answer(self, prompt, limit, stops):
-            sound = super().answer(prompt, limit, stops)
+        def sample(self, prompt, limit, stops):
+            sound = super().sample(prompt, limit, stops)
             two = replace(sound, tokens=np.array([41, STOP], np.int32), logprobs=np.zeros(2, np.float32),
                           routes=routes_of([*prompt, 41, STOP]))  # fmt: skip
             return replace(two, **damage)
@@ -422,7 +405,7 @@ def test_answer_that_cannot_be_recorded_aborts_the_episode(damage):
     assert record.outcome == "aborted"
     assert "EngineAnswerError" in record.metadata["error"]
     with pytest.raises(EngineAnswerError):
-        lockstep(Damaged(), counting_environment, specs_of([3]))
+        play_episodes(Damaged(), counting_environment, specs_of([3]), EPISODE)
 
 
 def test_faults_of_the_program_are_not_swallowed():
@@ -460,7 +443,7 @@ def test_interrupted_action_goes_on_from_its_exact_prefix(context_limit, tmp_pat
     episode = replace(EPISODE, context_limit=context_limit)
     engine = Interrupting()
     finished = played(engine, counting_environment, specs, replace(LIMITS, episode=episode))
-    expected = {t.trajectory_id: t for t in lockstep(CountingEngine(), counting_environment, specs, episode)}
+    expected = {t.trajectory_id: t for t in play_episodes(CountingEngine(), counting_environment, specs, episode)}
     for record in finished:
         whole = expected[record.trajectory_id]
         versions = record.version[record.action_mask]
@@ -474,8 +457,8 @@ def test_interrupted_action_goes_on_from_its_exact_prefix(context_limit, tmp_pat
 
 def test_prefix_routed_differently_under_new_weights_is_counted():
     class Moved(CountingEngine):
-        def answer(self, prompt, limit, stops):
-            made = super().answer(prompt, limit, stops)
+        def sample(self, prompt, limit, stops):
+            made = super().sample(prompt, limit, stops)
             return replace(made, routes=(made.routes + (len(prompt) > 2)) % 8)
 
     (record,) = played(Moved(), counting_environment, specs_of([2]))
@@ -493,9 +476,9 @@ def test_time_out_keeps_what_was_seen_at_the_boundary(turns, tmp_path):
                 await asyncio.sleep(20)
             return await super().agenerate(*call)
 
-    limits = replace(LIMITS, episode_seconds=0.8, engine_seconds=10)
+    limits = replace(LIMITS, episode_timeout=0.8, engine_timeout=10)
     (record,) = played(Stalls(), counting_environment, specs_of([9]), limits)
-    (whole,) = lockstep(CountingEngine(), counting_environment, specs_of([9]))
+    (whole,) = play_episodes(CountingEngine(), counting_environment, specs_of([9]), EPISODE)
     assert (record.outcome, record.terminated, record.truncated) == ("timeout", False, True)
     assert len(record.turn_rewards) == turns
     n = len(record.tokens)
@@ -512,8 +495,8 @@ def test_time_out_amid_an_action_saw_nothing_new(tmp_path):
                 await asyncio.sleep(20)
             return await super().agenerate(prompt, *call)
 
-    (name,) = [i for i in range(20) if len(CountingEngine().answer([i % 30, 30 + i // 30], 6, [STOP]).tokens) > 3][:1]
-    limits = replace(LIMITS, episode_seconds=0.8)
+    (name,) = [i for i in range(20) if len(CountingEngine().sample([i % 30, 30 + i // 30], 6, [STOP]).tokens) > 3][:1]
+    limits = replace(LIMITS, episode_timeout=0.8)
     (record,) = played(Stalls(), lambda _spec: CountingEnvironment(name, 5), specs_of([5]), limits)
     assert (record.outcome, record.truncated, record.boundary_tokens.tolist()) == ("timeout", True, [])
     assert record.turn_id.tolist() == [-1, -1, 0]
@@ -526,9 +509,9 @@ def test_time_that_a_step_used_up_is_noticed_after_it(tmp_path):
             time.sleep(0.4)
             return super().step(action_tokens)
 
-    limits = replace(LIMITS, episode_seconds=0.6, environment_seconds=10.0)
+    limits = replace(LIMITS, episode_timeout=0.6, step_timeout=10.0)
     (record,) = played(CountingEngine(), lambda _spec: Slow(0, 9), specs_of([9]), limits)
-    (whole,) = lockstep(CountingEngine(), counting_environment, specs_of([9]))
+    (whole,) = play_episodes(CountingEngine(), counting_environment, specs_of([9]), EPISODE)
     turns = len(record.turn_rewards)
     assert (record.outcome, record.truncated) == ("timeout", True)
     assert 1 <= turns <= 2
@@ -539,7 +522,7 @@ def test_time_that_a_step_used_up_is_noticed_after_it(tmp_path):
 
 
 def test_episode_that_its_environment_keeps_waiting_is_an_environment_error():
-    limits = replace(LIMITS, episode_seconds=0.8, environment_seconds=None)
+    limits = replace(LIMITS, episode_timeout=0.8, step_timeout=None)
     release = threading.Event()
     (record,) = played(CountingEngine(), lambda _spec: Faulty(lambda: release.wait(10)), specs_of([5]), limits)
     release.set()
@@ -547,44 +530,44 @@ def test_episode_that_its_environment_keeps_waiting_is_an_environment_error():
     assert "EnvironmentHang" in record.metadata["error"]
 
 
-class Says(CountingEngine):
-    """Always says the same."""
+class Repeating(CountingEngine):
+    """Always samples the same tokens."""
 
     def __init__(self, *tokens):
         super().__init__()
         self._tokens = tokens
 
-    def answer(self, prompt, limit, stops):
+    def sample(self, prompt, limit, stops):
         tokens = list(self._tokens)[:limit]
         logprobs = np.zeros(len(tokens), np.float32)
-        return replace(super().answer(prompt, 1, stops), tokens=np.asarray(tokens, np.int32), logprobs=logprobs,
+        return replace(super().sample(prompt, 1, stops), tokens=np.asarray(tokens, np.int32), logprobs=logprobs,
                        routes=routes_of([*prompt, *tokens]))  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("rule", "said", "turns"),
+    ("rule", "action", "turns"),
     [
-        (Repetition(identical_actions=3), (41, STOP), 3),
-        (Repetition(ngram=1, ngram_times=4), (41, 42, 42, 42, 42, STOP), 1),
-        (Repetition(ngram=2, ngram_times=2), (40, 41, 42, 41, 42), 1),
-        (Repetition(ngram=1, ngram_times=4), (41, 42, 42, 42, STOP), None),
-        (Repetition(ngram=1, ngram_times=2), (42, 42, 41, STOP), None),
-        (Repetition(), (42, 42, 42, 42, 42, 42), None),
+        (RepetitionConfig(identical_actions=3), (41, STOP), 3),
+        (RepetitionConfig(ngram=1, ngram_times=4), (41, 42, 42, 42, 42, STOP), 1),
+        (RepetitionConfig(ngram=2, ngram_times=2), (40, 41, 42, 41, 42), 1),
+        (RepetitionConfig(ngram=1, ngram_times=4), (41, 42, 42, 42, STOP), None),
+        (RepetitionConfig(ngram=1, ngram_times=2), (42, 42, 41, STOP), None),
+        (RepetitionConfig(), (42, 42, 42, 42, 42, 42), None),
     ],
 )
-def test_repetition_is_cut_after_the_turn_that_shows_it(rule, said, turns, tmp_path):
+def test_repetition_is_cut_after_the_turn_that_shows_it(rule, action, turns, tmp_path):
     limits = replace(LIMITS, episode=replace(EPISODE, repetition=rule))
-    (record,) = played(Says(*said), counting_environment, specs_of([7]), limits)
+    (record,) = played(Repeating(*action), counting_environment, specs_of([7]), limits)
     if turns is None:
         assert (record.outcome, len(record.turn_rewards)) == ("completed", 7)
         return
     assert (record.outcome, record.truncated, len(record.turn_rewards)) == ("repetition", True, turns)
-    assert record.boundary_tokens.tolist() == [sum(said) % 40] * (1 + turns % 3)
+    assert record.boundary_tokens.tolist() == [sum(action) % 40] * (1 + turns % 3)
     assert_fit([record], tmp_path)
 
 
 def test_different_actions_are_no_repetition():
-    limits = replace(LIMITS, episode=replace(EPISODE, repetition=Repetition(identical_actions=2)))
+    limits = replace(LIMITS, episode=replace(EPISODE, repetition=RepetitionConfig(identical_actions=2)))
     finished = played(CountingEngine(), counting_environment, specs_of([12] * 10), limits)
     for record in finished:
         actions = [record.tokens[record.turn_id == k].tolist() for k in range(len(record.turn_rewards))]
@@ -605,17 +588,30 @@ def test_first_observation_without_room_is_coded_not_fatal(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"concurrency": 0}, {"engine_retries": -1}, {"episode_seconds": 0.0}, {"environment_threads": 0}],
+    [{"concurrency": 0}, {"engine_retries": -1}, {"episode_timeout": 0.0}, {"environment_threads": 0}],
 )
 def test_limits_out_of_range_are_refused(change):
-    with pytest.raises(ConfigError, match=next(iter(change))):
+    (name,) = change
+    with pytest.raises(ConfigError, match=name) as refused:
         replace(LIMITS, **change)
+    assert refused.value.setting == (None if name == "environment_threads" else f"rollout.{name}")
 
 
 @pytest.mark.parametrize("change", [{"identical_actions": -1}, {"ngram": -1}, {"ngram_times": 1}])
 def test_repetition_rules_out_of_range_are_refused(change):
     with pytest.raises(ConfigError, match=next(iter(change))):
-        Repetition(**change)
+        parse_config({"rollout": {"repetition": change}})
+
+
+def test_limits_are_those_of_the_configuration():
+    names = ("episode_timeout", "step_timeout", "engine_timeout", "engine_retries")
+    chosen = {"max_turns": 7, "max_action_tokens": 5, "repetition": {"ngram": 3}}
+    rollout = parse_config({"rollout": chosen | {name: 9 for name in names}}).rollout
+    limits = PlayLimits.of(rollout, context_limit=70, concurrency=40)
+    assert limits.episode == EpisodeLimits(7, 5, 70, RepetitionConfig(ngram=3))
+    assert [getattr(limits, name) for name in names] == [9] * 4
+    assert (limits.concurrency, limits.environment_threads) == (40, 32)
+    assert PlayLimits.of(parse_config({}).rollout, 70, 1).engine_timeout is None
 
 
 @pytest.fixture(scope="module")
@@ -636,12 +632,7 @@ def test_real_model_greedy_plays_as_in_lock_step(checkpoint, tmp_path):
     specs = [replace(spec, trajectory_id=f"e{i}") for i, spec in enumerate(specs)]
     finished = played(engine, task.make_env, specs, limits, greedy=True)
     local = LocalEngine(checkpoint)
-    expected = {
-        t.trajectory_id: t
-        for t in play_episodes(
-            local, task.make_env, specs, max_turns=6, max_action_tokens=3, context_limit=120, greedy=True
-        )
-    }
+    expected = {t.trajectory_id: t for t in play_episodes(local, task.make_env, specs, episode, greedy=True)}
     for record in finished:
         other = expected[record.trajectory_id]
         np.testing.assert_allclose(record.logprobs, other.logprobs, atol=3e-6)

@@ -1,4 +1,4 @@
-"""The episode runner with scripted engines and environments: every field of every record is known beforehand."""
+"""The lock-step runner with scripted engines and environments: every field of every record is known beforehand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl.engines import Generation
 from megatron_rl.environments.base import EpisodeSpec, StepResult
+from megatron_rl.episodes.episode import EpisodeLimits
 from megatron_rl.episodes.lockstep import play_episodes, random_play
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollouts.schema import OUTCOMES
@@ -18,6 +19,7 @@ from tests.unit.episodes.counting import CountingEngine, CountingEnvironment, co
 
 STOP = 99
 LAYERS, TOPK = 2, 2
+SHORT = EpisodeLimits(max_turns=9, max_action_tokens=4, context_limit=60)
 
 
 class ScriptedEngine:
@@ -37,9 +39,9 @@ class ScriptedEngine:
 
     def _continue(self, prompt, limit, stops):
         tokens = self.action[:limit]
-        for place, token in enumerate(tokens):
+        for i, token in enumerate(tokens):
             if token in stops:
-                tokens = tokens[: place + 1]
+                tokens = tokens[: i + 1]
                 break
         logprobs = np.asarray([-(len(prompt) + i) for i in range(len(tokens))], np.float32)
         return Generation(np.asarray(tokens, np.int32), logprobs, self._routes(prompt + tokens), self.version)
@@ -58,7 +60,7 @@ class ScriptedEnvironment:
         self.length, self.ending, self.raise_at = length, ending, raise_at
         self.stop_tokens, self.first = list(stops), list(first)
         self.turn = 0
-        self.heard: list[list[int]] = []
+        self.actions: list[list[int]] = []
 
     def reset(self, seed, options=None):
         if self.raise_at == 0:
@@ -68,7 +70,7 @@ class ScriptedEnvironment:
 
     def step(self, action_tokens):
         self.turn += 1
-        self.heard.append(list(action_tokens))
+        self.actions.append(list(action_tokens))
         if self.turn == self.raise_at:
             raise RuntimeError("the ice broke")
         over = self.turn == self.length
@@ -80,14 +82,16 @@ class ScriptedEnvironment:
         return [[50, STOP], [51, 52, STOP]]
 
 
-def play(environments, engine=None, **limits):
+def play(environments, engine=None, concurrency=128, **limits):
     specs = [EpisodeSpec(f"t{i}", f"p{i // 2}", f"g{i // 2}", seed=i) for i in range(len(environments))]
     by_id = {spec.trajectory_id: env for spec, env in zip(specs, environments, strict=True)}
-    limits = {"max_turns": 5, "max_action_tokens": 3, "context_limit": 100} | limits
-    played = play_episodes(engine or ScriptedEngine(), lambda spec: by_id[spec.trajectory_id], specs, **limits)
-    for record in played:
+    limits = EpisodeLimits(**({"max_turns": 5, "max_action_tokens": 3, "context_limit": 100} | limits))
+    made = play_episodes(
+        engine or ScriptedEngine(), lambda spec: by_id[spec.trajectory_id], specs, limits, concurrency=concurrency
+    )
+    for record in made:
         check_invariants(record)
-    return played
+    return made
 
 
 def check_invariants(record):
@@ -118,7 +122,7 @@ def test_terminated_episode_is_recorded_token_by_token():
     assert record.turn_rewards.tolist() == [0.25, 0.5, 0.75]
     assert (record.reward, record.outcome, record.terminated, record.truncated) == (0.0, "completed", True, False)
     assert record.boundary_tokens is None
-    assert env.heard == [[50, STOP]] * 3
+    assert env.actions == [[50, STOP]] * 3
     assert env.seed == 0
     assert record.metadata["success"]
     assert (record.metadata["invalid_actions"], record.metadata["repeated_actions"]) == (1, 2)
@@ -154,7 +158,7 @@ def test_action_cut_by_the_context_never_reaches_the_environment():
     assert record.boundary_tokens.tolist() == []
     assert (record.outcome, record.truncated) == ("truncated_length", True)
     assert record.turn_rewards.tolist() == [0.25, 0.0]
-    assert len(env.heard) == 1
+    assert len(env.actions) == 1
 
 
 def test_action_that_just_fits_is_played():
@@ -166,7 +170,7 @@ def test_action_that_just_fits_is_played():
 def test_action_without_stop_is_handed_over_at_its_own_limit():
     env = ScriptedEnvironment(1)
     (record,) = play([env], ScriptedEngine((1, 2, 3, 4, 5)), max_action_tokens=3)
-    assert env.heard == [[1, 2, 3]]
+    assert env.actions == [[1, 2, 3]]
     assert record.outcome == "completed"
 
 
@@ -246,7 +250,7 @@ def test_limits_below_one_are_refused(name):
 
 
 def test_first_observation_without_room_is_a_configuration_error():
-    with pytest.raises(ConfigError, match="context_limit"):
+    with pytest.raises(ConfigError, match="leaves no room.*found 10, expected < 10.*batching.token_budget"):
         play([ScriptedEnvironment(first=[1] * 10)], context_limit=10)
 
 
@@ -263,9 +267,8 @@ def test_interrupted_calls_go_on_in_the_same_turn():
             self.version += 1
             return [replace(one, interrupted=max_new_tokens > 1 and one.tokens[-1] != COUNTING_STOP) for one in made]
 
-    limits = {"max_turns": 9, "max_action_tokens": 4, "context_limit": 60}
-    records = play_episodes(Interrupting(), counting_environment, specs_of([5, 3]), **limits)
-    expected = play_episodes(CountingEngine(), counting_environment, specs_of([5, 3]), **limits)
+    records = play_episodes(Interrupting(), counting_environment, specs_of([5, 3]), SHORT)
+    expected = play_episodes(CountingEngine(), counting_environment, specs_of([5, 3]), SHORT)
     for record, whole in zip(records, expected, strict=True):
         for name in ("tokens", "turn_id", "logprobs", "routes", "turn_rewards"):
             np.testing.assert_array_equal(getattr(record, name), getattr(whole, name))
@@ -285,7 +288,7 @@ def test_environments_are_closed_even_if_they_complain():
         made.append(Complaining(spec.options["name"], spec.options["length"]))
         return made[-1]
 
-    play_episodes(CountingEngine(), make, specs_of([1, 4]), max_turns=9, max_action_tokens=4, context_limit=60)
+    play_episodes(CountingEngine(), make, specs_of([1, 4]), SHORT)
     assert [env.closed for env in made] == [1, 1]
 
 

@@ -1,4 +1,4 @@
-"""The rollout process with the embedded engine, alone: what its settings do, and its level over a kill."""
+"""The rollout worker with the embedded engine, without a trainer: its settings, and its level after a kill."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def task_of(config: RunConfig):
 
 
 def record(config: RunConfig, engine: LocalAsyncEngine, limit: int, killed_when=None) -> None:
-    """Play up to the limit, or until a process of which something holds is killed."""
+    """Play up to the limit, or kill the worker as soon as `killed_when` holds."""
 
     async def run() -> None:
-        process = RolloutWorker(config, task_of(config), engine, limit, alone=True)
-        playing = asyncio.create_task(process.run())
-        while not playing.done() and not (killed_when is not None and killed_when(process)):
+        worker = RolloutWorker(config, task_of(config), engine, limit, alone=True)
+        playing = asyncio.create_task(worker.run())
+        while not playing.done() and not (killed_when is not None and killed_when(worker)):
             await asyncio.sleep(0.001)
         playing.cancel()
         try:
@@ -80,7 +80,7 @@ def test_levels_rise_over_a_kill_and_no_block_mixes_them(weights: Path, tmp_path
     levels = [{"distances": [1, 1]}, {"distances": [2, 2]}, {}]
     curriculum = {"levels": levels, "promote_at": 0.05, "window": WINDOW}
     config = configured(tmp_path, curriculum=curriculum, stagger_turns=1)
-    record(config, embedded(weights), 64, lambda p: p._curriculum.level == 1 and p._writer.written > WINDOW)
+    record(config, embedded(weights), 64, lambda w: w._curriculum.level == 1 and w._writer.written > WINDOW)
     before = recorded(config).metadata
     halves = [block for block, n in Counter(m["block"] for m in before).items() if n < BLOCK]
     assert halves and {m["level"] for m in before if m["block"] in halves} == {0}, "the kill came at another moment"
@@ -103,32 +103,30 @@ def test_levels_rise_over_a_kill_and_no_block_mixes_them(weights: Path, tmp_path
     assert (heartbeat.state, heartbeat.level) == ("finished", 2) and 0 < heartbeat.success <= 1
 
 
-class Deaf(LocalAsyncEngine):
-    """Does not hear the first call of each episode."""
+class DroppingEngine(LocalAsyncEngine):
+    """Never completes the first call of each episode."""
 
     def __init__(self, engine: LocalEngine) -> None:
         super().__init__(engine)
-        self.heard: Counter[int] = Counter()
+        self.calls: Counter[int] = Counter()
 
     async def agenerate(self, prompt, max_new_tokens, stop_tokens, greedy=False):
-        self.heard[len(prompt)] += 1
-        if self.heard[len(prompt)] == 1:
+        self.calls[len(prompt)] += 1
+        if self.calls[len(prompt)] == 1:
             await asyncio.sleep(3600)
         return await super().agenerate(prompt, max_new_tokens, stop_tokens, greedy)
 
 
 @pytest.mark.parametrize(("retries", "outcome"), [(0, "aborted"), (1, "truncated_turns")])
-def test_an_engine_that_does_not_answer_is_asked_again(
-    weights: Path, tmp_path: Path, retries: int, outcome: str
-) -> None:
+def test_an_engine_call_that_times_out_is_repeated(weights: Path, tmp_path: Path, retries: int, outcome: str) -> None:
     settings = {"engine_timeout": 0.5, "engine_retries": retries, "max_turns": 1, "concurrency": 1}
     config = configured(tmp_path, **settings, environment_options={"evaluation_maps": 4})
-    record(config, Deaf(LocalEngine(weights)), 1)
+    record(config, DroppingEngine(LocalEngine(weights)), 1)
     assert recorded(config).outcome == (outcome,)
 
 
-class Mute(LocalAsyncEngine):
-    """Answers nobody."""
+class HangingEngine(LocalAsyncEngine):
+    """Never completes a call."""
 
     async def agenerate(self, prompt, max_new_tokens, stop_tokens, greedy=False):
         await asyncio.sleep(3600)
@@ -137,11 +135,11 @@ class Mute(LocalAsyncEngine):
 def test_first_episodes_start_spread_over_the_stagger_time(weights: Path, tmp_path: Path) -> None:
     begun: dict[int, float] = {}
 
-    def all_begun(process: RolloutWorker) -> bool:
-        begun.setdefault(process._scheduler.begun, time.monotonic())
-        return process._scheduler.begun == 4
+    def all_begun(worker: RolloutWorker) -> bool:
+        begun.setdefault(worker._scheduler.begun, time.monotonic())
+        return worker._scheduler.begun == 4
 
-    record(configured(tmp_path, stagger_seconds=0.8), Mute(LocalEngine(weights)), 4, all_begun)
+    record(configured(tmp_path, stagger_seconds=0.8), HangingEngine(LocalEngine(weights)), 4, all_begun)
     assert sorted(begun)[-4:] == [1, 2, 3, 4] and 0.5 < begun[4] - begun[1] < 5
 
 

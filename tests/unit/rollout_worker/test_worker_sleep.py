@@ -1,5 +1,7 @@
-"""When the engine of a colocated rollout process leaves the device, and what the trainer is told; a real process loop,
-real files, an engine that only counts."""
+"""When the engine of a colocated rollout process sleeps, and what its heartbeat says.
+
+The worker's loop and the files are real, the engine only counts.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from megatron_rl.errors import ConfigError, EngineVersionError
 from megatron_rl.rollout_worker import engines as rollout_engines
 from megatron_rl.rollout_worker.worker import RolloutWorker
 from megatron_rl.run_dir.exchange import Exchange, Heartbeat, Progress
-from tests.unit.engines.test_vllm_engine import CountingReplica, versions
+from tests.unit.engines.counting_replica import CountingReplica, versions
 from tests.unit.episodes.counting import HEADER, CountingEngine, counting_environment, specs_of
 
 __all__ = ["versions"]
@@ -24,14 +26,14 @@ EPISODES = 4
 
 
 @dataclass(frozen=True)
-class Words:
+class FakeVocabulary:
     fingerprint: str = "none"
 
 
 class ShortTask:
     """Episodes of one or two turns."""
 
-    vocabulary = Words()
+    vocabulary = FakeVocabulary()
 
     def training_specs(self, block: int, count: int):
         return [
@@ -47,13 +49,13 @@ class ShortTask:
 
 
 class SleepyEngine(CountingEngine):
-    """Writes down what happens to it; is awake after an update, also after one that it refuses."""
+    """Lists its updates and sleeps; is awake after an update, also after one that it refuses."""
 
     context_limit = 256
 
     def __init__(self) -> None:
         super().__init__(jitter=0.02)
-        self.told: list[str] = []
+        self.events: list[str] = []
         self.asleep, self.bad = False, set[int]()
 
     def header(self, tokenizer_hash: str):
@@ -67,21 +69,21 @@ class SleepyEngine(CountingEngine):
         self.asleep = False
         await asyncio.sleep(0.05)
         if version in self.bad:
-            self.told.append(f"refused {version}")
+            self.events.append(f"refused {version}")
             raise EngineVersionError("other weights", file=weights)
         self.version = version
-        self.told.append(f"serves {version}")
+        self.events.append(f"serves {version}")
 
     async def sleep(self) -> Footprint:
-        assert not self.at_once, "sent to sleep under a call"
+        assert not self.at_once, "sent to sleep during a call"
         self.asleep = True
-        self.told.append(f"rests {self.version}")
+        self.events.append(f"sleeps {self.version}")
         return Footprint(1000, 10 + self.version)
 
 
 @dataclass
-class Stage:
-    """A run directory in which the test is the trainer."""
+class FakeTrainer:
+    """A run directory in which the test acts as the trainer."""
 
     exchange: Exchange
     engine: SleepyEngine = field(default_factory=SleepyEngine)
@@ -96,27 +98,27 @@ class Stage:
             if found is not None and condition(found):
                 return found
             await asyncio.sleep(0.02)
-        raise AssertionError(f"never so: {found}, {self.engine.told}")
+        raise AssertionError(f"condition never met: {found}, {self.engine.events}")
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Stage:
-    return Stage(Exchange(tmp_path))
+def trainer(tmp_path: Path) -> FakeTrainer:
+    return FakeTrainer(Exchange(tmp_path))
 
 
-def play(stage: Stage, trainer) -> None:
-    """Run the rollout process beside a trainer, which ends the run."""
+def play(trainer: FakeTrainer, script) -> None:
+    """Run the rollout worker beside a script of the trainer, whose end ends the run."""
     overrides = [
-        f"output={stage.exchange.output}", "rollout.colocated=true", "parallel.phase_offload=true", "evaluate_every=0",
-        f"rollout.episodes={EPISODES}", "rollout.max_turns=3", "rollout.max_action_tokens=4",
+        f"output={trainer.exchange.output}", "rollout.colocated=true", "parallel.phase_offload=true",
+        "evaluate_every=0", f"rollout.episodes={EPISODES}", "rollout.max_turns=3", "rollout.max_action_tokens=4",
         "rollout.shard_seconds=0.05", "batching.token_budget=256",
     ]  # fmt: skip
 
     async def both() -> None:
-        process = RolloutWorker(load_config(None, overrides), ShortTask(), stage.engine)
-        playing = asyncio.create_task(process.run())
+        worker = RolloutWorker(load_config(None, overrides), ShortTask(), trainer.engine)
+        playing = asyncio.create_task(worker.run())
         try:
-            await asyncio.wait_for(trainer(), 60)
+            await asyncio.wait_for(script(), 60)
         finally:
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
@@ -124,54 +126,54 @@ def play(stage: Stage, trainer) -> None:
     asyncio.run(both())
 
 
-def test_it_rests_once_for_each_version_and_says_what_that_gave_back(stage: Stage) -> None:
-    async def trainer() -> None:
+def test_it_sleeps_once_for_each_version_and_reports_the_memory(trainer: FakeTrainer) -> None:
+    async def script() -> None:
         for version in range(3):
-            stage.publish(version, version * EPISODES)
-            found = await stage.until(lambda beat, v=version: (beat.state, beat.version) == ("asleep", v))
-            assert stage.engine.asleep and found.recorded == (version + 1) * EPISODES and found.in_flight == 0
+            trainer.publish(version, version * EPISODES)
+            found = await trainer.until(lambda beat, v=version: (beat.state, beat.version) == ("asleep", v))
+            assert trainer.engine.asleep and found.recorded == (version + 1) * EPISODES and found.in_flight == 0
             assert (found.awake_bytes, found.asleep_bytes) == (1000, 10 + version)
 
-    play(stage, trainer)
-    assert stage.engine.told == ["rests 0", "serves 1", "rests 1", "serves 2", "rests 2"]
+    play(trainer, script)
+    assert trainer.engine.events == ["sleeps 0", "serves 1", "sleeps 1", "serves 2", "sleeps 2"]
 
 
-def test_it_rests_again_after_an_update_that_it_refused(stage: Stage) -> None:
-    stage.engine.bad = {1}
+def test_it_sleeps_again_after_an_update_that_it_refused(trainer: FakeTrainer) -> None:
+    trainer.engine.bad = {1}
 
-    async def trainer() -> None:
-        stage.publish(0, 0)
-        await stage.until(lambda beat: beat.state == "asleep")
-        stage.publish(1, EPISODES)
-        while stage.engine.told[-2:] != ["refused 1", "rests 0"]:
+    async def script() -> None:
+        trainer.publish(0, 0)
+        await trainer.until(lambda beat: beat.state == "asleep")
+        trainer.publish(1, EPISODES)
+        while trainer.engine.events[-2:] != ["refused 1", "sleeps 0"]:
             await asyncio.sleep(0.02)
-        assert stage.exchange.rejection(1) is not None
-        stage.engine.bad.clear()
-        (stage.exchange.weights / "version-000002").mkdir()
-        stage.exchange.write_progress(Progress(2, EPISODES))
-        await stage.until(lambda beat: (beat.state, beat.version) == ("asleep", 2))
+        assert trainer.exchange.rejection(1) is not None
+        trainer.engine.bad.clear()
+        (trainer.exchange.weights / "version-000002").mkdir()
+        trainer.exchange.write_progress(Progress(2, EPISODES))
+        await trainer.until(lambda beat: (beat.state, beat.version) == ("asleep", 2))
 
-    play(stage, trainer)
-    assert stage.engine.told == ["rests 0", "refused 1", "rests 0", "serves 2", "rests 2"]
+    play(trainer, script)
+    assert trainer.engine.events == ["sleeps 0", "refused 1", "sleeps 0", "serves 2", "sleeps 2"]
 
 
-def test_it_rests_after_weights_for_which_all_is_recorded(stage: Stage) -> None:
-    """A trainer that lost its last iteration publishes it again, and would find the engine on the device."""
+def test_it_sleeps_after_an_update_to_weights_whose_episodes_are_all_recorded(trainer: FakeTrainer) -> None:
+    """A trainer that lost its last iteration publishes it again, and needs the device."""
 
-    async def trainer() -> None:
+    async def script() -> None:
         for version in range(2):
-            stage.publish(version, version * EPISODES)
-            await stage.until(lambda beat, v=version: (beat.state, beat.version) == ("asleep", v))
-        (stage.exchange.weights / "version-000001").rmdir()
-        stage.exchange.write_progress(Progress(0, 0))
-        await stage.until(lambda beat: (beat.state, beat.version) == ("asleep", 0))
-        assert stage.engine.asleep
+            trainer.publish(version, version * EPISODES)
+            await trainer.until(lambda beat, v=version: (beat.state, beat.version) == ("asleep", v))
+        (trainer.exchange.weights / "version-000001").rmdir()
+        trainer.exchange.write_progress(Progress(0, 0))
+        await trainer.until(lambda beat: (beat.state, beat.version) == ("asleep", 0))
+        assert trainer.engine.asleep
 
-    play(stage, trainer)
-    assert stage.engine.told[-2:] == ["serves 0", "rests 0"]
+    play(trainer, script)
+    assert trainer.engine.events[-2:] == ["serves 0", "sleeps 0"]
 
 
-def test_a_server_that_cannot_leave_its_gpu_is_refused_at_the_start(versions: list[Path]) -> None:
+def test_a_server_that_cannot_release_its_gpu_is_refused_at_the_start(versions: list[Path]) -> None:
     class Wakeful(CountingReplica):
         async def describe(self) -> Description:
             return Description("0", 64, can_sleep=False)
@@ -181,10 +183,10 @@ def test_a_server_that_cannot_leave_its_gpu_is_refused_at_the_start(versions: li
         replica = Wakeful("r", versions[0])
         if colocated:
             with pytest.raises(ConfigError, match="enable-sleep-mode"):
-                rollout_engines._pool(config, [replica], versions[0], 0)
+                rollout_engines._vllm_engine(config, [replica], versions[0], 0)
             assert not replica.up, "closed"
         else:
-            rollout_engines._pool(config, [replica], versions[0], 0).close()
+            rollout_engines._vllm_engine(config, [replica], versions[0], 0).close()
 
 
 @pytest.mark.parametrize("engine", ["embedded", "vllm", "vllm_http"])

@@ -69,7 +69,7 @@ def test_a_silent_host_is_dead_after_a_while(tmp_path: Path) -> None:
     pretend(tmp_path)
     with pytest.raises(LaunchError, match="another-host"):
         RunLock(tmp_path)
-    old = time.time() - lock.DEAD - 1
+    old = time.time() - lock.STALE_SECONDS - 1
     os.utime(tmp_path / NAME, (old, old))
     RunLock(tmp_path).release()
 
@@ -99,7 +99,7 @@ def contend(directory: Path, results, all_have_tried) -> None:
 
 def test_of_many_that_find_a_dead_lock_one_wins(tmp_path: Path) -> None:
     pretend(tmp_path)
-    old = time.time() - lock.DEAD - 1
+    old = time.time() - lock.STALE_SECONDS - 1
     os.utime(tmp_path / NAME, (old, old))
     context = multiprocessing.get_context("fork")
     results, all_have_tried = context.Queue(), context.Event()
@@ -113,7 +113,9 @@ def test_of_many_that_find_a_dead_lock_one_wins(tmp_path: Path) -> None:
 
 
 def test_a_lock_lost_ends_its_process(tmp_path: Path) -> None:
-    quick = HOLD.replace("RunLock(Path", "from megatron_rl.run_dir import lock; lock.BEAT = 0.05; RunLock(Path")
+    quick = HOLD.replace(
+        "RunLock(Path", "from megatron_rl.run_dir import lock; lock.TOUCH_SECONDS = 0.05; RunLock(Path"
+    )
     process = subprocess.Popen([sys.executable, "-c", quick, str(tmp_path)], stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"held\n"
     pretend(tmp_path)

@@ -255,7 +255,7 @@ def test_shards_are_small_and_a_restarted_writer_goes_on(tmp_path: Path) -> None
             await writer.add(trajectory(name))
         await writer.flush()
         assert writer.written == len(names) // 2 * 2
-        await writer.flush(all_of_it=True)
+        await writer.flush(force=True)
 
     asyncio.run(write("abc"))
     asyncio.run(write("de"))
@@ -275,7 +275,7 @@ def test_an_episode_without_tokens_is_left_out(tmp_path: Path, caplog: pytest.Lo
         return writer
 
     writer = asyncio.run(write())
-    assert writer.written == 2 and writer.held == 0
+    assert writer.written == 2 and writer.buffered == 0
     assert read_batch(tmp_path / "00000").trajectory_ids == ("a", "b")
     assert "episode empty left nothing to record: no container left" in caplog.text
 
