@@ -116,10 +116,10 @@ FAULTS = (
         "tests/unit/batching/test_streams.py",
     ),
     Fault(
-        "aux scale: tokens of a micro-batch",
+        "aux scale: once more for every data rank",
         "training/update.py",
-        "1.0 / max(_routed_tokens(batch, rows), 1)",
-        "planned.count / max(_routed_tokens(batch, rows), 1)",
+        "aux_weight=1.0 / max(routed, 1)",
+        "aux_weight=models.topology.dp / max(routed, 1)",
         LAYOUT.format("tp2-dp2-ep4"),
     ),
     Fault(

@@ -4,7 +4,7 @@
                               run.json        cursor, weight version, resolved configuration, layout, library versions
                               random/         states of the random generators, one file a rank
                               states/         tensors (backend/sharded_checkpoint.py)
-                              iteration.pt    an iteration stopped in its middle (pause.py), where there is one
+                              iteration.pt    an iteration stopped in its middle (partial_iteration.py)
 
 A save fills a hidden directory `.iteration_00000012.partial`, makes it durable, writes the manifest and renames. So a
 save that dies, wherever it dies, leaves the checkpoints before it as they were; nothing is deleted before the new one
@@ -42,7 +42,8 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.files import make_durable
 from megatron_rl.training.actor_critic import ActorCritic
 
-MANIFEST, RUN, RANDOM, STATES, PAUSE = "manifest.json", "run.json", "random", "states", "iteration.pt"
+MANIFEST, RUN, RANDOM, STATES = "manifest.json", "run.json", "random", "states"
+PARTIAL_ITERATION = "iteration.pt"
 LIBRARIES = ("megatron_rl", "megatron-core", "torch", "numpy", "transformer-engine")
 _NAME = re.compile(r"iteration_(\d{8,})")
 _PARTIAL = re.compile(r"\.(iteration_\d{8,})\.partial")
@@ -68,7 +69,7 @@ def save_checkpoint(
     keep: int,
     *,
     keep_every: int = 0,
-    pause: bytes | None = None,
+    partial_iteration: bytes | None = None,
 ) -> Path:
     """Save everything a run continues from. Collective over the default process group.
 
@@ -79,7 +80,8 @@ def save_checkpoint(
         cursor: where the data stands, as JSON: what the loop needs to go on (iteration, consumed shards, seed state).
         keep: newest checkpoints kept, at least 1.
         keep_every: checkpoints of iterations divisible by this are kept for good; 0: none.
-        pause: what is needed to go on in the middle of the next iteration, stored as `PAUSE`; used from rank 0.
+        partial_iteration: what is needed to go on in the middle of the next iteration, stored as `PARTIAL_ITERATION`;
+            rank 0's counts.
 
     Returns:
         The new checkpoint's directory.
@@ -97,8 +99,8 @@ def save_checkpoint(
         own = partial / RANDOM / f"{dist.get_rank():05d}.json"
         together(own, lambda: _write(own, json.dumps(random_states())))
         on_first_rank(partial, lambda: _write(partial / RUN, text))
-        if pause is not None:
-            on_first_rank(partial, lambda: (partial / PAUSE).write_bytes(pause))
+        if partial_iteration is not None:
+            on_first_rank(partial, lambda: (partial / PARTIAL_ITERATION).write_bytes(partial_iteration))
         manifest = _manifest(partial)
         on_first_rank(partial, lambda: _complete(partial, final, manifest))
     except CheckpointError:
@@ -140,7 +142,7 @@ def newest_complete(root: str | Path) -> Found:
     """
     root = Path(root)
     names = _shared(sorted((p.name for p in _directories(root)), key=_number, reverse=True))
-    skipped = []
+    skipped: list[tuple[Path, str]] = []
     for name in names:
         reason = faults(root / name, *_rank_and_world())
         reason = next(filter(None, _all(reason)), None)

@@ -7,12 +7,13 @@ found by scoring again with one assumption changed at a time.
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Any
 
 import torch
 
 from megatron_rl.algorithm.metrics import mismatch_metrics
 from megatron_rl.algorithm.selection import trainable_rows
+from megatron_rl.backend.step import Readout
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.training.actor_critic import ActorCritic
@@ -32,13 +33,12 @@ def check_first_step(models: ActorCritic, batch: RolloutBatch) -> dict[str, floa
         ConfigError: a bound is exceeded; names the measured value, the bound and the likely cause.
     """
     bounds = models.config.first_step_check
-    scored = _score(models, batch)
-    again = _score(models, batch, budget=_other_budget(models, batch))
-    found = mismatch_metrics(scored[0], scored[1])
-    rescore = float((scored[0] - again[0]).abs().max()) if len(scored[0]) else 0.0
-    metrics = {f"first_step/{name}": found[name] for name in ("k3", "extreme2", "largest")} | {
-        "first_step/rescore": rescore
-    }
+    logprobs, behaviour = _score(models, batch)
+    rescored, _ = _score(models, batch, budget=_other_budget(models, batch))
+    mismatch = mismatch_metrics(logprobs, behaviour)
+    rescore = float((logprobs - rescored).abs().max()) if len(logprobs) else 0.0
+    metrics = {f"first_step/{name}": mismatch[name] for name in ("k3", "extreme2", "largest")}
+    metrics["first_step/rescore"] = rescore
     if rescore > bounds.max_rescore:
         raise ConfigError(
             "two scorings of the same tokens with other micro-batches disagree",
@@ -47,10 +47,11 @@ def check_first_step(models: ActorCritic, batch: RolloutBatch) -> dict[str, floa
             setting="first_step_check.max_rescore, after looking for dropout, batch-dependent kernels or routes tied "
             "to packing",
         )
-    if found["k3"] > bounds.max_k3 or found["extreme2"] > bounds.max_extreme:
+    k3, extreme = mismatch["k3"], mismatch["extreme2"]
+    if k3 > bounds.max_k3 or extreme > bounds.max_extreme:
         raise ConfigError(
-            f"the trainer does not recognise the sampled tokens; likely cause: {diagnose(models, batch, found['k3'])}",
-            found=f"mean k3 {found['k3']:.2e}, share of ratios beyond 2 {found['extreme2']:.2e}",
+            f"the trainer does not recognise the sampled tokens; likely cause: {diagnose(models, batch, k3)}",
+            found=f"mean k3 {k3:.2e}, share of ratios beyond 2 {extreme:.2e}",
             expected=f"at most {bounds.max_k3:.0e} and {bounds.max_extreme:.0e}",
             setting="first_step_check.max_k3 or .max_extreme, or .enabled=false if the difference is meant",
         )
@@ -58,11 +59,15 @@ def check_first_step(models: ActorCritic, batch: RolloutBatch) -> dict[str, floa
 
 
 def diagnose(models: ActorCritic, batch: RolloutBatch, k3: float) -> str:
-    """The assumption whose change brings log-probs closest to the recorded ones, in words."""
-    configured = models.config.rollout.temperature
-    trials = {
+    """The assumption whose change brings log-probs closest to the recorded ones, in words. Collective.
+
+    Args:
+        k3: mean k3 between trainer and engine as configured, which an explanation must cut to a fifth.
+    """
+    configured, chunk = models.config.rollout.temperature, models.config.batching.logprob_chunk
+    trials: dict[str, dict[str, Any]] = {
         f"temperature (the recorded log-probs fit one of about {t:g}, the trainer divides logits by {configured:g})": {
-            "temperature": t
+            "readout": Readout(t, chunk)
         }
         for t in TEMPERATURES
         if t != configured
@@ -70,24 +75,15 @@ def diagnose(models: ActorCritic, batch: RolloutBatch, k3: float) -> str:
     trials["recorded routes do not belong to these tokens or this model (native routing fits better)"] = {
         "replay": False
     }
-    results = {cause: _k3(models, batch, **change) for cause, change in trials.items()}
-    best = min(results, key=results.get)
+    results = {cause: mismatch_metrics(*_score(models, batch, **change))["k3"] for cause, change in trials.items()}
+    best = min(results, key=results.__getitem__)
     if results[best] < 0.2 * k3:
         return best
     return "other weights than the engine's, another tokenisation, or log-probs shifted against their tokens"
 
 
-def _k3(
-    models: ActorCritic, batch: RolloutBatch, *, temperature: float | None = None, replay: bool | None = None
-) -> float:
-    if temperature is not None:
-        rollout = models.config.rollout.model_copy(update={"temperature": temperature})
-        models = dataclasses.replace(models, config=models.config.model_copy(update={"rollout": rollout}))
-    return mismatch_metrics(*_score(models, batch, replay=replay))["k3"]
-
-
-def _score(models: ActorCritic, batch: RolloutBatch, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """(recomputed, recorded) log-probs of the decisions that may enter a loss."""
+def _score(models: ActorCritic, batch: RolloutBatch, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(recomputed, recorded) log-probs of the decisions that may enter a loss; `options` of `policy_logprobs`."""
     actor, _ = streams(batch)
     rows = trainable_rows(batch)
     logprobs = policy_logprobs(models, actor, batch, rows, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -23,8 +25,25 @@ from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.training.actor_critic import ActorCritic
 
 
-def readout(config: RunConfig) -> Readout:
-    """How log-probs are read: at the sampling temperature."""
+@dataclass(frozen=True)
+class PreparedPass:
+    """This rank's micro-batches of some trajectories, cut once for any number of forward and backward passes.
+
+    Micro-batches are never written to: every pass arms the model's route registry anew and consumes each row again. The
+    optimizer step of a model makes one, for its anchor, whole-step and gradient-norm passes and the step itself.
+    """
+
+    stream: TokenStream
+    """What the model is fed; its slots number the readings."""
+    rows: np.ndarray
+    """int64: the trajectories."""
+    plan: MicroBatchPlan
+    micro_batches: list[MicroBatch]
+    """This data rank's, in the order of the plan."""
+
+
+def sampling_readout(config: RunConfig) -> Readout:
+    """How log-probs of a run are read: at the sampling temperature."""
     return Readout(config.rollout.temperature, config.batching.logprob_chunk)
 
 
@@ -52,12 +71,13 @@ def padded_to(models: ActorCritic, stream: TokenStream, rows: np.ndarray) -> int
     return -(-int(stream.lengths[rows].max()) // multiple) * multiple
 
 
-def route_spec(model: Model, batch: RolloutBatch, *, replay: bool) -> RouteSpec:
+def route_spec(model: Model, batch: RolloutBatch | None, *, replay: bool) -> RouteSpec:
     """Recorded routes of this rank's layers; native routing for a critic or when replay is off."""
     hf = model.hf
     layers = {layer: hf.moe_layers.index(layer) for layer in model.registry.layers}
 
     def recorded(row: int, indices: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        assert batch is not None, "only recorded rollouts have routes to replay"
         routes = batch.routes[row]
         if routes is None:
             file, line = batch.sources[row]
@@ -70,42 +90,66 @@ def route_spec(model: Model, batch: RolloutBatch, *, replay: bool) -> RouteSpec:
 
 
 def prepare(
-    models: ActorCritic, model: Model, stream: TokenStream, batch: RolloutBatch, planned: MicroBatchPlan,
-    rows: np.ndarray, *, replay: bool, aux_weight: float | None = None,
-) -> list[MicroBatch]:  # fmt: skip
-    """This rank's micro-batches of a plan."""
-    return prepare_micro_batches(
-        stream,
-        planned,
-        models.topology,
-        route_spec(model, batch, replay=replay),
-        pad_each_to=padded_to(models, stream, rows),
-        aux_weight=aux_weight,
-    )
+    models: ActorCritic, model: Model, stream: TokenStream, batch: RolloutBatch | None, rows: np.ndarray,
+    *, replay: bool, budget: int | None = None, aux_weight: float | None = None,
+) -> PreparedPass:  # fmt: skip
+    """Plan a pass over trajectories and cut this rank's micro-batches.
+
+    Args:
+        models: layout, token budget and what data ranks are balanced by.
+        model: the model that is fed.
+        stream: what it is fed.
+        batch: where recorded routes come from; may be None without replay.
+        rows: int64, the trajectories.
+        replay: recorded routes instead of native ones.
+        budget: tokens of a micro-batch; None: as configured.
+        aux_weight: weight of each recorded token in the router losses; None: the pass has none.
+    """
+    planned = plan(models, stream, rows, budget=budget)
+    routes = route_spec(model, batch, replay=replay)
+    padded = padded_to(models, stream, rows)
+    parts = prepare_micro_batches(stream, planned, models.topology, routes, pad_each_to=padded, aux_weight=aux_weight)
+    return PreparedPass(stream, rows, planned, parts)
 
 
 def score_slots(
-    models: ActorCritic, optimizer: Optimizer, stream: TokenStream, micro_batches: list[MicroBatch], length: int
+    models: ActorCritic, optimizer: Optimizer, prepared: PreparedPass, readout: Readout | None = None
 ) -> torch.Tensor:
-    """[c, slots] readings on every rank, without gradients."""
+    """[c, slots] readings of the live weights on every rank, without gradients.
+
+    Args:
+        models: the live parts.
+        optimizer: of the model that reads.
+        prepared: micro-batches made for that model.
+        readout: temperature and chunk; None: the run's.
+    """
     topology = models.topology
-    slots, readings = score(optimizer.model, micro_batches, length, readout(models.config))
+    slots, readings = score(
+        optimizer.model, prepared.micro_batches, prepared.plan.length, readout or sampling_readout(models.config)
+    )
     return gather_slots(
         slots,
         readings,
-        stream.slots,
+        prepared.stream.slots,
         data_group=topology.dp_cp_group,
         pipeline_group=topology.pp_group,
         has_values=topology.last_stage,
     )
 
 
-def policy_logprobs(models: ActorCritic, stream: TokenStream, batch: RolloutBatch, rows, *, budget=None, replay=None):
-    """[D] log-probs of the live actor weights for these trajectories, 0 for decisions of others."""
-    planned = plan(models, stream, rows, budget=budget)
+def policy_logprobs(
+    models: ActorCritic, stream: TokenStream, batch: RolloutBatch | None, rows: np.ndarray,
+    *, replay: bool | None = None, budget: int | None = None, readout: Readout | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """[D] log-probs of the live actor weights for these trajectories, 0 for decisions of others. See `prepare`.
+
+    Args:
+        replay: None: as configured.
+        readout: temperature and chunk; None: the run's.
+    """
     replay = models.config.replay.enabled if replay is None else replay
-    parts = prepare(models, models.actor.model, stream, batch, planned, rows, replay=replay)
-    return score_slots(models, models.actor, stream, parts, planned.length)[0]
+    prepared = prepare(models, models.actor.model, stream, batch, rows, replay=replay, budget=budget)
+    return score_slots(models, models.actor, prepared, readout)[0]
 
 
 def streams(batch: RolloutBatch) -> tuple[TokenStream, TokenStream]:

@@ -21,15 +21,16 @@ from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.training.forward import streams
 from megatron_rl.training.records import ScoredBatch
 
-_READ_AGAIN = ("batch", "actor", "critic")
+_REREAD = ("batch", "actor", "critic")
+"""Fields of `ScoredBatch` that come from the recorded files."""
 
 
 @dataclass(frozen=True)
 class PartialIteration:
-    """Where an iteration stands."""
+    """An iteration whose rollouts are scored, and the optimizer steps it has taken."""
 
     scored: ScoredBatch
-    values: dict[str, float]
+    metrics: dict[str, float]
     """Metrics of the iteration so far, without those of its steps."""
     steps: list[dict[str, float]]
     """Metrics of the steps done."""
@@ -38,12 +39,12 @@ class PartialIteration:
         """Everything but what can be read again. Collective: a pipeline stage knows the expert counts of its own layers
         only."""
         state = {f.name: _portable(getattr(self.scored, f.name)) for f in fields(ScoredBatch)}
-        state = {name: value for name, value in state.items() if name not in _READ_AGAIN}
+        state = {name: value for name, value in state.items() if name not in _REREAD}
         loads: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(loads, state["critic_load"])
         state["critic_load"] = {layer: count for load in loads for layer, count in load.items()}
         buffer = io.BytesIO()
-        torch.save({"scored": state, "values": self.values, "steps": self.steps}, buffer)
+        torch.save({"scored": state, "values": self.metrics, "steps": self.steps}, buffer)
         return buffer.getvalue()
 
 
@@ -54,12 +55,11 @@ def read_partial_iteration(path: Path, batch: RolloutBatch) -> PartialIteration:
         path: file in the checkpoint.
         batch: the iteration's rollouts, trajectories in the order they were scored in.
     """
-    found = torch.load(path, map_location=platform.device(), weights_only=True)
+    stored = torch.load(path, map_location=platform.device(), weights_only=True)
     actor, critic = streams(batch)
-    state = found["scored"] | {"rows": found["scored"]["rows"].cpu().numpy()}
-    return PartialIteration(
-        ScoredBatch(batch=batch, actor=actor, critic=critic, **state), found["values"], found["steps"]
-    )
+    state = stored["scored"] | {"rows": stored["scored"]["rows"].cpu().numpy()}
+    scored = ScoredBatch(batch=batch, actor=actor, critic=critic, **state)
+    return PartialIteration(scored, stored["values"], stored["steps"])
 
 
 def _portable(value: Any) -> Any:

@@ -34,7 +34,7 @@ from megatron_rl.objectives.segments import repeat
 from megatron_rl.reduce import sum_over
 from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.training.actor_critic import ActorCritic
-from megatron_rl.training.forward import decisions_of, plan, policy_logprobs, prepare, score_slots, streams
+from megatron_rl.training.forward import decisions_of, policy_logprobs, prepare, score_slots, streams
 from megatron_rl.training.records import ScoredBatch
 
 
@@ -161,7 +161,7 @@ def _overlong(batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _divergences(anchor, reference, behaviour: torch.Tensor, kept: torch.Tensor) -> dict[str, float]:
     """Mismatch between anchor and sampler, and mean k3 between sampler and reference."""
-    metrics = {}
+    metrics: dict[str, float] = {}
     if not kept.any():
         return metrics
     if anchor is not None:
@@ -204,9 +204,8 @@ def _values(models: ActorCritic, stream: TokenStream, batch, rows, decisions: in
     """Values [D], bootstrap values [B], and the experts the critic chose; (None, None, {}) without a critic."""
     if models.critic is None:
         return None, None, {}
-    planned = plan(models, stream, rows)
-    parts = prepare(models, models.critic.model, stream, batch, planned, rows, replay=False)
-    readings = score_slots(models, models.critic, stream, parts, planned.length)[0]
+    prepared = prepare(models, models.critic.model, stream, batch, rows, replay=False)
+    readings = score_slots(models, models.critic, prepared)[0]
     topology = models.topology
     load = {
         handle.layer: sum_over(handle.load.clone(), topology.dp_cp_group, topology.tp_group)

@@ -25,15 +25,13 @@ from megatron_rl.backend.micro_batch import MicroBatch
 from megatron_rl.backend.optimizer import Optimizer
 from megatron_rl.backend.replay import RouterLosses
 from megatron_rl.backend.step import LossFunction, train
-from megatron_rl.batching import TokenStream
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.methods import AggregationRule, Segments
 from megatron_rl.methods.aggregation import TokenMean
 from megatron_rl.objectives.segments import repeat
 from megatron_rl.reduce import from_last, sum_over
-from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.training.actor_critic import ActorCritic
-from megatron_rl.training.forward import decisions_of, plan, policy_logprobs, prepare, readout, score_slots
+from megatron_rl.training.forward import PreparedPass, decisions_of, prepare, sampling_readout, score_slots
 from megatron_rl.training.records import ScoredBatch
 
 
@@ -48,16 +46,17 @@ def update_actor(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray) -> 
     kept = scored.kept & decisions_of(scored.offsets, rows)
     if not kept.any():
         return {"actor/skipped": 1.0}
-    anchor = _anchor(models, scored, rows)
+    prepared = _prepare(models, models.actor, scored, rows)
+    anchor = _anchor(models, scored, prepared)
     kept, metrics = _remove(algorithm, scored, rows, kept, anchor)
     if not kept.any():
         return metrics | {"actor/skipped": 1.0}
     vectors, found = _vectors(algorithm, scored, kept, anchor)
-    whole = _whole_step(models, scored, rows, vectors) if algorithm.policy.needs_whole_step else None
+    whole = _whole_step(models, scored, prepared, vectors) if algorithm.policy.needs_whole_step else None
     kl_coef = models.controllers.kl_coef if algorithm.kl_loss else 0.0
     terms = PolicyStepLoss(algorithm, vectors, kl_coef, whole)
-    losses = _router_losses(models, models.actor, scored.batch, rows, _recorded_load(models, scored, rows))
-    sums, step = _step(models, models.actor, scored.actor, scored.batch, rows, terms, losses, len(POLICY_SUMS))
+    losses = _router_losses(models, _recorded_load(models, prepared))
+    sums, step = _step(models, models.actor, prepared, terms, losses, len(POLICY_SUMS))
     metrics |= (
         found
         | step
@@ -73,13 +72,15 @@ def update_actor(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray) -> 
 def update_critic(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray) -> dict[str, float]:
     """One critic step on these trajectories. Returns metrics as `update_actor` does."""
     algorithm = models.config.algorithm
+    assert models.critic is not None and scored.returns is not None and scored.values is not None
     kept = scored.value_kept & decisions_of(scored.offsets, rows)
     if not kept.any():
         return {"critic/skipped": 1.0}
     weights = _weights(scored, kept, algorithm.value_weights)
     terms = ValueStepLoss(algorithm, scored.returns, scored.values, weights)
-    losses = _router_losses(models, models.critic, scored.batch, rows, scored.critic_load)
-    sums, step = _step(models, models.critic, scored.critic, scored.batch, rows, terms, losses, len(VALUE_SUMS))
+    losses = _router_losses(models, scored.critic_load)
+    prepared = _prepare(models, models.critic, scored, rows)
+    sums, step = _step(models, models.critic, prepared, terms, losses, len(VALUE_SUMS))
     return _named("critic", VALUE_SUMS, sums) | step
 
 
@@ -91,16 +92,34 @@ def _weights(scored: ScoredBatch, kept: torch.Tensor, rule: AggregationRule) -> 
     return loss_weights(rule, scored.offsets, kept, scored.prompts)
 
 
-def _anchor(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray) -> torch.Tensor:
+def _prepare(models: ActorCritic, optimizer: Optimizer, scored: ScoredBatch, rows: np.ndarray) -> PreparedPass:
+    """The micro-batches of one optimizer step, for every pass it takes. Only the actor replays routes."""
+    actor = optimizer.model.role == "policy"
+    # Every token that routers saw in rollout: all but each trajectory's last. Read by router losses alone.
+    routed = int((np.diff(scored.batch.offsets)[rows] - 1).sum())
+    return prepare(
+        models,
+        optimizer.model,
+        scored.actor if actor else scored.critic,
+        scored.batch,
+        rows,
+        replay=models.config.replay.enabled and actor,
+        aux_weight=1.0 / max(routed, 1),
+    )
+
+
+def _anchor(models: ActorCritic, scored: ScoredBatch, prepared: PreparedPass) -> torch.Tensor:
     """[D] log-probs of the proximal policy, for the decisions of these trajectories."""
     kind = models.config.algorithm.anchor.name
     if kind == "behaviour":
         return scored.behaviour
     if kind == "recompute":
+        assert scored.anchor is not None
         return scored.anchor
+    assert models.anchor is not None
     with models.anchor.swapped_in():
-        anchor = policy_logprobs(models, scored.actor, scored.batch, rows)
-    return torch.where(decisions_of(scored.offsets, rows), anchor, scored.behaviour)
+        anchor = score_slots(models, models.actor, prepared)[0]
+    return torch.where(decisions_of(scored.offsets, prepared.rows), anchor, scored.behaviour)
 
 
 def _remove(
@@ -123,6 +142,7 @@ def _vectors(algorithm: AlgorithmConfig, scored: ScoredBatch, kept: torch.Tensor
     )
     likelihood = None
     if algorithm.likelihood_coef:
+        assert scored.correct is not None
         solved = kept & repeat(scored.correct, scored.offsets)
         likelihood = algorithm.likelihood_coef * _weights(scored, solved, TokenMean())
         metrics["actor/correct"] = float(solved.sum() / kept.sum())
@@ -130,44 +150,48 @@ def _vectors(algorithm: AlgorithmConfig, scored: ScoredBatch, kept: torch.Tensor
     return vectors, metrics
 
 
-def _whole_step(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray, vectors: StepVectors) -> WholeStepLoss:
+def _whole_step(
+    models: ActorCritic, scored: ScoredBatch, prepared: PreparedPass, vectors: StepVectors
+) -> WholeStepLoss:
     """The policy loss on log π_θ of the whole step, read in a scoring pass unless the anchor was just scored by θ."""
     algorithm = models.config.algorithm
     if scored.anchor is not None and models.actor.steps == scored.actor_steps:
         logprobs = scored.anchor
     else:
-        logprobs = policy_logprobs(models, scored.actor, scored.batch, rows)
+        logprobs = score_slots(models, models.actor, prepared)[0]
     exact = None
     if getattr(algorithm.policy, "clipping_bias", None) == "exact":
-        exact = partial(_gradient_norm, models, scored, rows)
+        exact = partial(_gradient_norm, models, prepared)
     segments = Segments(scored.offsets, scored.turn_offsets, scored.groups, scored.correct)
     return whole_step_loss(algorithm.policy, logprobs, vectors, segments, exact)
 
 
-def _gradient_norm(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray, coefficients: torch.Tensor) -> float:
+def _gradient_norm(models: ActorCritic, prepared: PreparedPass, coefficients: torch.Tensor) -> float:
     """‖Σ c_j ∇log π_θ(a_j)‖₂ by a backward pass; leaves no gradient behind."""
-    model = models.actor.model
-    planned = plan(models, scored.actor, rows)
-    replay = models.config.replay.enabled
-    parts = prepare(models, model, scored.actor, scored.batch, planned, rows, replay=replay)
-    train(model, parts, planned.length, readout(models.config), CoefficientStepLoss(coefficients))
+    _train(models, models.actor, prepared, CoefficientStepLoss(coefficients))
     models.actor.megatron.prepare_grads()
     norm = models.actor.gradient_norm()
     models.actor.zero_grad()
     return norm
 
 
+def _train(
+    models: ActorCritic, optimizer: Optimizer, prepared: PreparedPass, terms: LossFunction,
+    losses: RouterLosses | None = None,
+) -> torch.Tensor | None:  # fmt: skip
+    """Accumulate and reduce the gradients of one pass. Returns logged sums as `step.train` does."""
+    how = sampling_readout(models.config)
+    return train(optimizer.model, prepared.micro_batches, prepared.plan.length, how, terms, losses)
+
+
 def _step(
-    models: ActorCritic, optimizer: Optimizer, stream: TokenStream, batch: RolloutBatch, rows, terms: LossFunction,
+    models: ActorCritic, optimizer: Optimizer, prepared: PreparedPass, terms: LossFunction,
     losses: RouterLosses | None, width: int,
 ) -> tuple[torch.Tensor, dict[str, float]]:  # fmt: skip
-    topology, model = models.topology, optimizer.model
-    name = "actor" if model.role == "policy" else "critic"
-    planned = plan(models, stream, rows)
-    aux = 1.0 / max(_routed_tokens(batch, rows), 1) if losses is not None else None
-    replay = models.config.replay.enabled and model.role == "policy"
-    parts = prepare(models, model, stream, batch, planned, rows, replay=replay, aux_weight=aux)
-    sums = train(model, parts, planned.length, readout(models.config), terms, losses)
+    """(logged sums float64 [width] over all ranks, metrics) of a forward-backward pass and an optimizer step."""
+    topology = models.topology
+    name = "actor" if optimizer.model.role == "policy" else "critic"
+    sums = _train(models, optimizer, prepared, terms, losses)
     total = torch.zeros(width, dtype=torch.float64, device=platform.device())
     if sums is not None:
         total = sum_over(sums.clone(), topology.dp_cp_group)
@@ -179,18 +203,12 @@ def _step(
         f"{name}/stepped": float(stepped),
         f"{name}/grad_norm": norm,
         f"{name}/lr": rate,
-        f"{name}/micro_batches": float(planned.count),
-    } | _router_loss_metrics(models, optimizer, losses, name)
+        f"{name}/micro_batches": float(prepared.plan.count),
+    } | _router_loss_metrics(optimizer, losses, name)
 
 
-def _routed_tokens(batch: RolloutBatch, rows: np.ndarray) -> int:
-    """Tokens that routers really saw in rollout: all but each trajectory's last."""
-    return int((np.diff(batch.offsets)[rows] - 1).sum())
-
-
-def _router_losses(
-    models: ActorCritic, optimizer: Optimizer, batch, rows, load: dict[int, torch.Tensor]
-) -> RouterLosses | None:
+def _router_losses(models: ActorCritic, load: dict[int, torch.Tensor]) -> RouterLosses | None:
+    """Coefficients and the step's expert frequencies, or None where no router loss is configured."""
     coefs = models.config.algorithm.router_losses
     if not (coefs.aux_coef or coefs.z_coef):
         return None
@@ -198,19 +216,16 @@ def _router_losses(
     return RouterLosses(coefs.aux_coef, coefs.z_coef, frequencies)
 
 
-def _recorded_load(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray) -> dict[int, torch.Tensor]:
+def _recorded_load(models: ActorCritic, prepared: PreparedPass) -> dict[int, torch.Tensor]:
     """Expert counts of the step's recorded routes for this rank's layers; a native count where replay is off."""
     model, algorithm = models.actor.model, models.config.algorithm
     if not algorithm.router_losses.aux_coef:
         return {}
     if models.config.replay.enabled:
-        planned = plan(models, scored.actor, rows)
-        parts = prepare(models, model, scored.actor, scored.batch, planned, rows, replay=True)
-        load = {layer: _chosen(parts, layer, model.hf.num_experts) for layer in model.registry.layers}
+        parts, experts = prepared.micro_batches, model.hf.num_experts
+        load = {layer: _chosen(parts, layer, experts) for layer in model.registry.layers}
     else:
-        planned = plan(models, scored.actor, rows)
-        parts = prepare(models, model, scored.actor, scored.batch, planned, rows, replay=False)
-        score_slots(models, models.actor, scored.actor, parts, planned.length)
+        score_slots(models, models.actor, prepared)
         load = {handle.layer: handle.load.clone() for handle in model.registry.handles}
     groups = (models.topology.dp_cp_group, models.topology.tp_group)
     return {layer: sum_over(count, *groups) for layer, count in load.items()}
@@ -218,13 +233,12 @@ def _recorded_load(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray) -
 
 def _chosen(parts: list[MicroBatch], layer: int, experts: int) -> torch.Tensor:
     """float64 [E]: how often each expert was recorded for this rank's tokens; missing rows are in no count."""
-    ids = torch.cat([part.router.routes[layer][part.router.real].flatten() for part in parts])
+    routers = [part.router for part in parts]
+    ids = torch.cat([rows.routes[layer][rows.real].flatten() for rows in routers if rows.routes is not None])
     return torch.bincount(ids[ids >= 0], minlength=experts).double()
 
 
-def _router_loss_metrics(
-    models: ActorCritic, optimizer: Optimizer, losses: RouterLosses | None, name: str
-) -> dict[str, float]:
+def _router_loss_metrics(optimizer: Optimizer, losses: RouterLosses | None, name: str) -> dict[str, float]:
     if losses is None:
         return {}
     device = platform.device()

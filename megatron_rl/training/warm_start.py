@@ -26,7 +26,7 @@ from megatron_rl.episodes.lockstep import Demonstration, random_play
 from megatron_rl.methods.aggregation import TokenMean
 from megatron_rl.reduce import from_last, sum_over
 from megatron_rl.training.actor_critic import ActorCritic, build_actor_critic
-from megatron_rl.training.forward import decisions_of, plan, prepare, readout
+from megatron_rl.training.forward import decisions_of, prepare, sampling_readout
 from megatron_rl.training.weights import write_hf
 
 
@@ -59,9 +59,9 @@ def train_on_demonstrations(
     for epoch in range(epochs):
         for rows in split_minibatches(len(demonstrations), minibatches, models.config.seed, epoch):
             weights = loss_weights(TokenMean(), decisions, decisions_of(decisions, rows), prompts)
-            planned = plan(models, stream, rows)
-            parts = prepare(models, models.actor.model, stream, None, planned, rows, replay=False)
-            sums = train(models.actor.model, parts, planned.length, readout(models.config), LikelihoodStepLoss(weights))
+            prepared = prepare(models, models.actor.model, stream, None, rows, replay=False)
+            parts, length, how = prepared.micro_batches, prepared.plan.length, sampling_readout(models.config)
+            sums = train(models.actor.model, parts, length, how, LikelihoodStepLoss(weights))
             total = torch.zeros(1, dtype=torch.float64, device=device) if sums is None else sums.clone()
             if sums is not None:
                 sum_over(total, models.topology.dp_cp_group)

@@ -6,7 +6,6 @@ recorded sequence as the trainer computes them, for engines to compare theirs wi
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.backend.model import Model
+from megatron_rl.backend.step import Readout
 from megatron_rl.backend.weights import export_hf
 from megatron_rl.batching import actor_stream
 from megatron_rl.engines.canary import Canary
@@ -82,7 +82,8 @@ def make_canary(models: ActorCritic, batch: RolloutBatch) -> Canary | None:
     chosen = select_rows(batch, [row])
     predicted = np.arange(len(chosen.tokens)) > 0
     stream = actor_stream(chosen.tokens, chosen.offsets, predicted)
-    logprobs = policy_logprobs(_at_temperature_one(models), stream, chosen, np.zeros(1, np.int64), replay=False)
+    plain = Readout(temperature=1.0, chunk=models.config.batching.logprob_chunk)
+    logprobs = policy_logprobs(models, stream, chosen, np.zeros(1, np.int64), replay=False, readout=plain)
     return Canary(np.asarray(chosen.tokens), np.concatenate([np.zeros(1, np.float32), logprobs.float().cpu().numpy()]))
 
 
@@ -93,11 +94,6 @@ def _choose(lengths: np.ndarray) -> int | None:
         return int(fitting[lengths[fitting].argmax()])
     longer = np.flatnonzero(lengths >= 2)
     return int(longer[lengths[longer].argmin()]) if len(longer) else None
-
-
-def _at_temperature_one(models: ActorCritic) -> ActorCritic:
-    rollout = models.config.rollout.model_copy(update={"temperature": 1.0})
-    return dataclasses.replace(models, config=models.config.model_copy(update={"rollout": rollout}))
 
 
 def write_hf(model: Model, target: Path, source: str | Path, *, dtype: torch.dtype | None = None) -> Path:

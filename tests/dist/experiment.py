@@ -26,7 +26,7 @@ from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.training.actor_critic import ActorCritic, build_actor_critic
 from megatron_rl.training.records import ScoredBatch
 from megatron_rl.training.score import score_batch
-from megatron_rl.training.forward import plan, prepare, readout, streams
+from megatron_rl.training.forward import plan, prepare, sampling_readout, streams
 from megatron_rl.training.update import update_actor, update_critic
 from tests.dist.scenario import EMPTY_ROW, SECOND_STEP, Layout, Scenario, decision_order, reordered, shuffle_order
 
@@ -169,9 +169,8 @@ def read(models: ActorCritic, optimizer: Optimizer, stream: TokenStream, batch, 
     """[c, slots] readings of the live weights on every rank; routers record what they chose."""
     topology = models.topology
     replay = models.config.replay.enabled if replay is None else replay
-    planned = plan(models, stream, rows)
-    parts = prepare(models, optimizer.model, stream, batch, planned, rows, replay=replay)
-    slots, values = step.score(optimizer.model, parts, planned.length, readout(models.config), record=True)
+    made, how = prepare(models, optimizer.model, stream, batch, rows, replay=replay), sampling_readout(models.config)
+    slots, values = step.score(optimizer.model, made.micro_batches, made.plan.length, how, record=True)
     groups = dict(data_group=topology.dp_cp_group, pipeline_group=topology.pp_group, has_values=topology.last_stage)
     return gather_slots(slots, values, stream.slots, **groups)
 

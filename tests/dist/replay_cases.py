@@ -15,7 +15,7 @@ from megatron_rl.backend.replay import RouterHandle
 from megatron_rl.backend.step import train
 from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.training.actor_critic import ActorCritic
-from megatron_rl.training.forward import plan, prepare, readout, streams
+from megatron_rl.training.forward import prepare, sampling_readout, streams
 from tests.dist.experiment import read, record_live, start, whole_gradients
 from tests.dist.scenario import Layout, Scenario
 
@@ -47,13 +47,12 @@ def _pass(models: ActorCritic, batch: RolloutBatch, *, replay: bool) -> Pass:
     stream, rows = streams(batch)[0], np.arange(len(batch))
     model = models.actor.model
     logprobs = read(models, models.actor, stream, batch, rows, replay=replay)[0]
-    planned = plan(models, stream, rows)
-    parts = prepare(models, model, stream, batch, planned, rows, replay=replay)
-    train(model, parts, planned.length, readout(models.config), signed_sum)
+    made = prepare(models, model, stream, batch, rows, replay=replay)
+    train(model, made.micro_batches, made.plan.length, sampling_readout(models.config), signed_sum)
     consumed = model.registry.consumed
     gradients = whole_gradients(model)
     models.actor.zero_grad()
-    calls, again = len(model.registry.handles) * planned.count, models.topology.config.recompute == "full"
+    calls, again = len(model.registry.handles) * made.plan.count, models.topology.config.recompute == "full"
     counted = sum((handle.missing for handle in model.registry.handles), torch.zeros(2, dtype=torch.float64))
     dist.all_reduce(counted)
     routers = {name: g for name, g in gradients.items() if name.endswith("mlp.gate.weight")}
@@ -140,8 +139,7 @@ def unconsumed_rows(scenario: Scenario, layout: Layout) -> None:
     models = start(scenario, layout)
     registry = models.actor.model.registry
     stream, rows = streams(scenario.batch)[0], np.arange(len(scenario.batch))
-    planned = plan(models, stream, rows)
-    (part,) = prepare(models, models.actor.model, stream, scenario.batch, planned, rows, replay=True)
+    (part,) = prepare(models, models.actor.model, stream, scenario.batch, rows, replay=True).micro_batches
     with torch.no_grad(), registry.step(training=True), registry.forward(0, part.router):
         models.actor.model.chunks[0](
             input_ids=part.tokens, position_ids=part.positions, attention_mask=None, packed_seq_params=part.attention
@@ -167,8 +165,7 @@ def misshapen_rows(scenario: Scenario, layout: Layout) -> None:
     models = start(scenario, layout)
     registry = models.actor.model.registry
     stream, rows = streams(scenario.batch)[0], np.arange(len(scenario.batch))
-    planned = plan(models, stream, rows)
-    (part,) = prepare(models, models.actor.model, stream, scenario.batch, planned, rows, replay=True)
+    (part,) = prepare(models, models.actor.model, stream, scenario.batch, rows, replay=True).micro_batches
     short = {layer: ids[:-1] for layer, ids in part.router.routes.items()}
     with torch.no_grad(), registry.step(training=False), registry.forward(0, replace(part.router, routes=short)):
         models.actor.model.chunks[0](

@@ -11,7 +11,7 @@ import torch
 from megatron_rl.backend.anchor import main_weights
 from megatron_rl.backend.step import train
 from megatron_rl.training.actor_critic import ActorCritic
-from megatron_rl.training.forward import plan, prepare, readout, streams
+from megatron_rl.training.forward import prepare, sampling_readout, streams
 from tests.dist import experiment
 from tests.dist import replay_cases as cases
 from tests.dist.layouts import BASELINE
@@ -52,9 +52,8 @@ def swap(scenario, layout: Layout) -> dict[str, bool]:
 def take_a_step(models: ActorCritic, scenario) -> None:
     """Main weights leave the bfloat16 grid."""
     rows, stream = np.arange(len(scenario.batch)), streams(scenario.batch)[0]
-    planned = plan(models, stream, rows)
-    parts = prepare(models, models.actor.model, stream, scenario.batch, planned, rows, replay=True)
-    train(models.actor.model, parts, planned.length, readout(models.config), cases.signed_sum)
+    made = prepare(models, models.actor.model, stream, scenario.batch, rows, replay=True)
+    train(models.actor.model, made.micro_batches, made.plan.length, sampling_readout(models.config), cases.signed_sum)
     assert models.actor.step()[0]
 
 

@@ -119,6 +119,54 @@ def test_a_step_without_decisions_changes_nothing(ranks: RankPool, tiny: Path, t
     assert ranks.run(skip_step, 2, _config(tiny, tmp_path / "skip")) == [True, True]
 
 
+def count_passes(config) -> dict[str, tuple[int, int]]:
+    """(how often micro-batches were prepared, passes over them) of one optimizer step of each model."""
+    from megatron_rl.backend.replay import RouteRegistry
+    from megatron_rl.training import forward
+    from megatron_rl.training.rollout_sources.sync import record
+    from megatron_rl.training.rollout_sources.validation import load_validated
+    from megatron_rl.training.score import score_batch
+    from megatron_rl.training.update import update_actor, update_critic
+
+    trainer, _ = _loop(config)
+    directory = record(config, trainer.source.engine, trainer.task, 0, trainer.output / "rollouts")
+    scored = score_batch(trainer.models, load_validated(config, directory, trainer.fingerprint, 0)[0])
+    counts, found = {"prepared": 0, "passes": 0}, {}
+
+    def counted(name, function):
+        def call(*args, **options):
+            counts[name] += 1
+            return function(*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "prepare_micro_batches", counted("prepared", forward.prepare_micro_batches))
+        patch.setattr(RouteRegistry, "step", counted("passes", RouteRegistry.step))
+        for name, update in (("actor", update_actor), ("critic", update_critic)):
+            counts.update(prepared=0, passes=0)
+            assert update(trainer.models, scored, scored.rows)[f"{name}/stepped"] == 1
+            found[name] = (counts["prepared"], counts["passes"])
+    return found
+
+
+EVERY_PASS = {
+    "policy_loss": "st_ppo",
+    "clipping_bias": "exact",
+    "turn_is_advantage": "mean",
+    "aux_loss_coef": 0.01,
+}
+"""Over an EWMA anchor: log-probs of the anchor, of the whole step, the norm of what clipping cuts away, and the step."""
+
+
+def test_an_optimizer_step_prepares_its_micro_batches_once(ranks: RankPool, tiny: Path, tmp_path: Path) -> None:
+    replayed = _config(tiny, tmp_path / "replayed", algorithm=EVERY_PASS)
+    assert ranks.run(count_passes, 2, replayed) == 2 * [{"actor": (1, 4), "critic": (1, 1)}]
+    native = _config(tiny, tmp_path / "native", algorithm=EVERY_PASS, replay={"enabled": False})
+    # One pass more: without recorded routes the experts the policy chooses are counted in it.
+    assert ranks.run(count_passes, 2, native) == 2 * [{"actor": (1, 5), "critic": (1, 1)}]
+
+
 def check(config, tamper: str) -> str:
     """What the first-step check says of freshly sampled rollouts after one thing was changed."""
     from megatron_rl.errors import ConfigError

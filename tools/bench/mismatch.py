@@ -84,15 +84,14 @@ def _compare(path: Path, folder: Path, topology, episodes: int, temperature: flo
 def differing(models, batch) -> float:
     """Share of recorded tokens that the trainer would route to another set of experts in at least one layer."""
     from megatron_rl.backend.step import score
-    from megatron_rl.training.forward import plan, prepare, readout, streams
+    from megatron_rl.training.forward import prepare, sampling_readout, streams
 
     actor, _ = streams(batch)
     model, changed, seen = models.actor.model, 0, 0
     for row in range(len(batch)):
         rows = np.array([row])
-        planned = plan(models, actor, rows)
-        (part,) = prepare(models, model, actor, batch, planned, rows, replay=False)
-        score(model, [part], planned.length, readout(models.config), record=True)
+        made = prepare(models, model, actor, batch, rows, replay=False)
+        score(model, made.micro_batches, made.plan.length, sampling_readout(models.config), record=True)
         wanted = batch.routes[row]
         own = np.stack([handle.recorded.cpu().numpy()[: wanted.shape[1]] for handle in model.registry.handles])
         differs = (np.sort(own, -1) != np.sort(wanted.astype(np.int64), -1)).any(-1).any(0)

@@ -140,7 +140,7 @@ def _steps(models, batch) -> dict[str, Callable[[], None]]:
     from megatron_rl.algorithm.whole_step import StepVectors
     from megatron_rl.backend.step import train
     from megatron_rl.methods.aggregation import TokenMean
-    from megatron_rl.training.forward import plan, policy_logprobs, prepare, readout, streams
+    from megatron_rl.training.forward import policy_logprobs, prepare, sampling_readout, streams
 
     actor, _ = streams(batch)
     rows = np.arange(len(batch))
@@ -155,22 +155,20 @@ def _steps(models, batch) -> dict[str, Callable[[], None]]:
     padded = _with_batching(models, unpacked)
 
     def update(live=models, replay=True):
-        planned = plan(live, actor, rows)
-        parts = prepare(live, live.actor.model, actor, batch, planned, rows, replay=replay)
-        train(live.actor.model, parts, planned.length, readout(live.config), terms)
+        made = prepare(live, live.actor.model, actor, batch, rows, replay=replay)
+        train(live.actor.model, made.micro_batches, made.plan.length, sampling_readout(live.config), terms)
 
     def with_anchor():
         policy_logprobs(models, actor, batch, rows)
         update()
 
-    planned = plan(models, actor, rows)
-    parts = prepare(models, models.actor.model, actor, batch, planned, rows, replay=False)
+    bare = prepare(models, models.actor.model, actor, batch, rows, replay=False)
     return {
         "update": update,
         "native": lambda: update(replay=False),
         "padded": lambda: update(padded),
         "ewma": with_anchor,
-        "bare": lambda: bare_forward_backward(models, parts, planned.length),
+        "bare": lambda: bare_forward_backward(models, bare.micro_batches, bare.plan.length),
     }
 
 
