@@ -25,8 +25,9 @@ class Bounds:
     """Absolute, nats."""
     value: float = 1e-5
     """Absolute."""
-    scalar: float = 1e-6
-    """Of a logged scalar, over max(|it|, the size of the terms it is summed from)."""
+    scalar: float = 3e-6
+    """Of a logged scalar, over max(|it|, the size of the terms it is summed from). Most are means of exponentials of
+    log-probs, whose own rounding is up to 1.5e-6 nats and depends on how a processor sums."""
     gradient: float = 1e-5
     """‖error‖ of a parameter's gradient over max(its norm, `floor` of the model's)."""
     floor: float = 1e-3
