@@ -9,7 +9,7 @@ RUNTIME = [
     "safetensors",
     "pyarrow",
     "pydantic",
-    "omegaconf",
+    "pyyaml",
     "typer",
     "rich",
     "tensorboard",

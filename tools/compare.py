@@ -104,9 +104,9 @@ class Run:
 
 def task_settings(task: Path) -> dict[str, Any]:
     """The task's file without what belongs to a layout or to this comparison."""
-    from omegaconf import OmegaConf
+    from megatron_rl.config.yaml_file import read_yaml_file
 
-    whole = OmegaConf.to_container(OmegaConf.load(task))
+    whole = read_yaml_file(task)
     return {name: value for name, value in whole.items() if name not in ("parallel", "output")}
 
 
@@ -140,8 +140,7 @@ def plan_runs(
     Raises:
         ConfigError: a run directory holds another configuration.
     """
-    from omegaconf import OmegaConf
-
+    from megatron_rl.config.yaml_file import dump_yaml
     from megatron_rl.errors import ConfigError
 
     runs = []
@@ -150,7 +149,7 @@ def plan_runs(
             directory = output / f"{recipe.stem}-seed{seed}"
             places = [f"seed={seed}", f"output={directory}", f"model.path={output / 'warm-start'}"]
             config = resolve(base, recipe, [*overrides, *places], group)
-            text, file = OmegaConf.to_yaml(config.model_dump()), directory / "config.yaml"
+            text, file = dump_yaml(config.model_dump()), directory / "config.yaml"
             if file.exists() and file.read_text() != text:
                 raise ConfigError("this run was begun with other settings", file=file, setting="--output")
             directory.mkdir(parents=True, exist_ok=True)
@@ -328,14 +327,14 @@ def main(
     override: Annotated[list[str] | None, typer.Option("--set", help="Dotted settings over every recipe.")] = None,
 ) -> None:
     """Run recipes on a task and write comparison.md, comparison.png and comparison.json to the output directory."""
-    from omegaconf import OmegaConf
+    from megatron_rl.config.yaml_file import dump_yaml
 
     deadline = time.monotonic() + 60 * minutes
     # The default action would skip `finally` and leave the runs behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     output.mkdir(parents=True, exist_ok=True)
     base = output / "task.yaml"
-    base.write_text(OmegaConf.to_yaml(task_settings(task)))
+    base.write_text(dump_yaml(task_settings(task)))
     overrides = [
         f"iterations={iterations}", f"rollout.episodes={episodes}",
         f"evaluate_every={max(iterations // evaluations, 1)}", *(override or []),

@@ -135,8 +135,7 @@ def submit(
 
 def show_config(config: Path = typer.Argument(None), overrides: list[str] = OVERRIDES) -> None:
     """Print the resolved configuration, every setting with its value, as YAML."""
-    from omegaconf import OmegaConf
-
     from megatron_rl.config import load_config
+    from megatron_rl.config.yaml_file import dump_yaml
 
-    print(OmegaConf.to_yaml(load_config(config, overrides or []).model_dump()))
+    print(dump_yaml(load_config(config, overrides or []).model_dump()), end="")

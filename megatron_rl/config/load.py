@@ -1,26 +1,27 @@
-"""YAML and dotted overrides to a RunConfig; errors name the key."""
+"""YAML files and dotted overrides to a RunConfig; every value is taken as written, errors name the key."""
 
 from __future__ import annotations
 
-import contextlib
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from megatron_rl.config.renamed import new_name_of
 from megatron_rl.config.run import RunConfig
+from megatron_rl.config.yaml_file import parse_scalar, parse_yaml, read_yaml_file
 from megatron_rl.errors import ConfigError
 from megatron_rl.methods import KINDS, class_of
-from megatron_rl.section import Section
+from megatron_rl.section import Section, scalar_types
 
 
 def load_config(path: str | Path | Sequence[str | Path] | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read YAML files and dotted overrides into a RunConfig. What comes later wins, key by key.
+
+    An override's value is text where the setting is text (`output=runs/a #2`), else a decimal number, `true`, `false`
+    or `null`, or a list or mapping in YAML's brackets (`algorithm.policy={name: gspo}`).
 
     Args:
         path: YAML file, several (a task, then a recipe), or None for defaults only.
@@ -31,59 +32,82 @@ def load_config(path: str | Path | Sequence[str | Path] | None = None, overrides
     """
     files = [] if path is None else [path] if isinstance(path, (str, Path)) else list(path)
     files += [entry for entry in overrides if _is_file(entry)]
-    merged = OmegaConf.create({})
+    merged: dict[str, Any] = {}
     for file in files:
-        with _readable(file):
-            merged = _layered(merged, OmegaConf.load(file))
-    last = files[-1] if files else None
-    with _readable(last):
-        dotted = [_with_name(entry) for entry in overrides if not _is_file(entry)]
-        merged = _layered(merged, OmegaConf.from_dotlist(dotted))
-        plain = OmegaConf.to_container(merged, resolve=True)
-    return parse_config(plain, file=last if len(files) < 2 else " + ".join(map(str, files)))
-
-
-def _layered(base: DictConfig, layer: Any) -> DictConfig:
-    """`base` with `layer` over it, key by key. A layer that names another method begins the method's section anew: the
-    options of one method mean nothing to the next."""
-    for path, kind in KINDS.items():
-        given = OmegaConf.select(layer, path)
-        if isinstance(given, str):
-            OmegaConf.update(layer, path, {"name": given})
-            given = OmegaConf.select(layer, path)
-        if not isinstance(given, DictConfig) or "name" not in given:
-            continue
-        before = OmegaConf.select(base, f"{path}.name") or kind.default
-        if given.name != before and OmegaConf.select(base, path) is not None:
-            section, _, key = path.rpartition(".")
-            del OmegaConf.select(base, section)[key]
-    merged = OmegaConf.merge(base, layer)
-    assert isinstance(merged, DictConfig)
-    return merged
-
-
-def _with_name(entry: str) -> str:
-    """`algorithm.policy=gspo` as `algorithm.policy.name=gspo`, so that its options can be overridden beside it."""
-    key, separator, value = entry.partition("=")
-    plain = separator and key in KINDS and value not in ("", "null") and not value.startswith("{")
-    return f"{key}.name={value}" if plain else entry
+        merged = _layered(merged, read_yaml_file(file))
+    for entry in overrides:
+        if not _is_file(entry):
+            merged = _layered(merged, _override(entry, merged))
+    named = files[0] if len(files) == 1 else " + ".join(map(str, files)) or None
+    return parse_config(merged, file=named)
 
 
 def _is_file(entry: str) -> bool:
     return "=" not in entry and entry.endswith((".yaml", ".yml"))
 
 
-@contextlib.contextmanager
-def _readable(file: str | Path | None) -> Iterator[None]:
+def _layered(base: dict[str, Any], layer: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`base` with `layer` over it, key by key. A layer that names another method begins the method's section anew: the
+    options of one method mean nothing to the next."""
+    merged = dict(base)
+    for key, value in layer.items():
+        path, before = f"{prefix}{key}", base.get(key)
+        if path in KINDS:
+            before, value = _as_section(before), _as_section(value)
+            if isinstance(value, dict) and "name" in value and value["name"] != _name_in(path, before):
+                before = None
+        if isinstance(before, dict) and isinstance(value, dict):
+            value = _layered(before, value, f"{path}.")
+        merged[key] = value
+    return merged
+
+
+def _as_section(value: Any) -> Any:
+    """A method's name stands for a section with this name."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _name_in(path: str, section: Any) -> Any:
+    return section.get("name", KINDS[path].default) if isinstance(section, dict) else KINDS[path].default
+
+
+def _override(entry: str, merged: dict[str, Any]) -> dict[str, Any]:
+    """`a.b=text` as `{"a": {"b": value}}`."""
+    key, separator, text = entry.partition("=")
+    parts = key.split(".")
+    if not separator or not all(parts):
+        raise ConfigError("not an override", found=repr(entry), expected="key.sub=value, or a file ending in .yaml")
+    value = _value_of(parts, text, merged)
+    for part in reversed(parts):
+        value = {part: value}
+    return value
+
+
+def _value_of(parts: list[str], text: str, merged: dict[str, Any]) -> Any:
+    """What the text means for the setting at `parts`: text where that takes text, else what YAML would read."""
+    if text[:1] in ("[", "{", '"', "'"):
+        return parse_yaml(text, field=".".join(parts))
+    scalar = parse_scalar(text)
+    wanted = _scalars_at(parts, merged)
+    if str in wanted and not isinstance(scalar, str) and not (scalar is None and type(None) in wanted):
+        return text
+    return scalar
+
+
+def _scalars_at(parts: list[str], merged: dict[str, Any]) -> frozenset[type]:
+    """Plain types that the setting at `parts` takes; none where there is no such setting."""
     try:
-        yield
-    except (OSError, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError("the configuration cannot be read", file=file, found=error) from error
+        section = _section_at(tuple(parts[:-1]), merged)
+        field = section.model_fields.get(parts[-1])
+    except (KeyError, StopIteration, ValueError):
+        return frozenset()
+    return scalar_types(field.annotation) if field else frozenset()
 
 
 def parse_config(plain: Any, file: str | Path | None = None) -> RunConfig:
     """Validate a plain mapping. See `load_config` for errors."""
     _refuse_old_keys(plain, file)
+    _refuse_interpolations(plain, file)
     try:
         return RunConfig.model_validate(plain)
     except ValidationError as error:
@@ -98,6 +122,15 @@ def _refuse_old_keys(plain: Any, file: str | Path | None, prefix: str = "") -> N
                 f"'{path}' has another name now", file=file, field=path, found=value, expected=new, setting=new
             )
         _refuse_old_keys(value, file, f"{path}.")
+
+
+def _refuse_interpolations(plain: Any, file: str | Path | None, key: str = "") -> None:
+    """`${…}` of other readers would go on as text."""
+    if isinstance(plain, str) and "${" in plain:
+        raise ConfigError("'${…}' is not replaced here", file=file, field=key, found=plain, expected="the value itself")
+    items = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, (list, tuple)) else ()
+    for name, value in items:
+        _refuse_interpolations(value, file, f"{key}.{name}".lstrip("."))
 
 
 def _config_error(error: ValidationError, plain: Any, file: str | Path | None) -> ConfigError:
@@ -128,7 +161,7 @@ def _section_at(location: tuple[int | str, ...], plain: Any) -> type[Section]:
     """The section at a location: by its name where that decides, else by the annotation of its field."""
     section: type[Section] = RunConfig
     for depth, part in enumerate(location, 1):
-        plain = plain.get(part) if isinstance(plain, dict) else None
+        plain = plain.get(str(part)) if isinstance(plain, dict) else None
         kind = KINDS.get(".".join(map(str, location[:depth])))
         if kind is not None:
             name = plain.get("name", kind.default) if isinstance(plain, dict) else plain

@@ -17,10 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 import megatron_rl
 from megatron_rl.config import RunConfig
+from megatron_rl.config.yaml_file import dump_yaml
 from megatron_rl.engines.vllm.options import VllmOptions
 from megatron_rl.errors import ConfigError, LaunchError
 from megatron_rl.files import write_text
@@ -223,7 +222,7 @@ def submit_run(config: RunConfig, options: JobOptions, file: Path, *, dry_run: b
     ranks = options.ranks_per_node or options.gpus_per_node
     plan = plan_launch(config, Cluster(options.nodes, ranks, options.segment), find_shape(config, file))
     config = config.model_copy(update={"output": str(Path(config.output).absolute())})
-    text = OmegaConf.to_yaml(config.model_dump())
+    text = dump_yaml(config.model_dump())
     frozen = frozen_config(config, text)
     chain = submissions(config, options, frozen, folder)
     print(f"# {frozen}\n{text}")

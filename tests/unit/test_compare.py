@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from megatron_rl.config import load_config
+from megatron_rl.config.yaml_file import dump_yaml
 from megatron_rl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,13 +34,13 @@ tool = _load_tool()
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     path = tmp_path / "task.yaml"
-    path.write_text(OmegaConf.to_yaml(tool.task_settings(TASK)))
+    path.write_text(dump_yaml(tool.task_settings(TASK)))
     return path
 
 
 def recipe(tmp_path: Path, name: str, **algorithm) -> Path:
     path = tmp_path / f"{name}.yaml"
-    path.write_text(OmegaConf.to_yaml({"algorithm": algorithm}))
+    path.write_text(dump_yaml({"algorithm": algorithm}))
     return path
 
 

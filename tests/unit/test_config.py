@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import subprocess
@@ -10,12 +11,13 @@ import typing
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
 from megatron_rl.config import AlgorithmConfig, RunConfig, load_config
 from megatron_rl.config.algorithm import REFUSALS
+from megatron_rl.config.load import _layered, _override
 from megatron_rl.config.renamed import RENAMED, RESHAPED
+from megatron_rl.config.yaml_file import dump_yaml, read_yaml_file
 from megatron_rl.errors import ConfigError
 from megatron_rl.methods import KINDS, method_of
 from megatron_rl.section import Section
@@ -45,7 +47,7 @@ def test_wrong_type_names_key_found_and_expected() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["parallel.tensor=two"])
     error = caught.value
-    assert (error.field, error.found) == ("parallel.tensor", "'two'") and "integer" in error.expected
+    assert (error.field, error.found) == ("parallel.tensor", "'two'") and error.expected == "a whole number"
 
 
 GRPO = ["estimator=grpo", "anchor=recompute"]
@@ -124,16 +126,14 @@ def test_every_refusal_has_a_case() -> None:
 
 def _is_from(row, settings: list[str]) -> bool:
     """Whether this row refuses these settings, all other rows left out."""
-    loose = OmegaConf.to_container(OmegaConf.from_dotlist([_named(setting) for setting in settings]))
+    loose: dict = {}
+    for setting in settings:
+        loose = _layered(loose, _override(f"algorithm.{setting}", loose))
+    loose = loose["algorithm"]
     fields = {name: method_of(f"algorithm.{name}", loose[name]) for name in loose if f"algorithm.{name}" in KINDS}
     sections = {name: AlgorithmConfig.model_fields[name] for name in loose if name not in fields}
     parsed = {name: TypeAdapter(field.annotation).validate_python(loose[name]) for name, field in sections.items()}
     return bool(row.reason(AlgorithmConfig().model_copy(update=fields | parsed)))
-
-
-def _named(setting: str) -> str:
-    key, _, value = setting.partition("=")
-    return f"{key}.name={value}" if f"algorithm.{key}" in KINDS and "{" not in value else setting
 
 
 @pytest.mark.parametrize("key", RENAMED)
@@ -170,9 +170,11 @@ def test_a_configuration_is_read_without_torch() -> None:
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_a_dumped_configuration_is_the_same_again() -> None:
+def test_a_dumped_configuration_is_the_same_again(tmp_path: Path) -> None:
     for file in sorted(ROOT.glob("examples/**/*.yaml")):
-        config = load_config(file)
+        config = load_config(file, ["output=010: on #2", "rollout.environment_options.odd=1e-6"])
+        (tmp_path / "dumped.yaml").write_text(dump_yaml(config.model_dump()))
+        assert load_config(tmp_path / "dumped.yaml") == config
         assert RunConfig.model_validate(config.model_dump()) == config
         assert pickle.loads(pickle.dumps(config)) == config
 
@@ -207,7 +209,7 @@ def test_recipes_go_over_every_task(recipe: Path) -> None:
         config = load_config(task, [str(recipe), "algorithm.gamma=0.5"])
         assert config == load_config([task, recipe], ["algorithm.gamma=0.5"])
         assert config.rollout == load_config(task).rollout and config.algorithm.gamma == 0.5
-        asked = OmegaConf.to_container(OmegaConf.load(recipe))
+        asked = read_yaml_file(recipe)
         assert set(asked) == {"algorithm"}
         alone, together = load_config(recipe, ["algorithm.gamma=0.5"]).algorithm, config.algorithm
         for name, section in asked["algorithm"].items():
@@ -256,3 +258,83 @@ def test_every_setting_is_documented() -> None:
     methods = [method for kind in KINDS.values() for method in kind.table.values()]
     assert len(methods) > 30 and all(method.__doc__ for method in methods)
     assert [bare for section in (RunConfig, *methods) for bare in undocumented(section)] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("output=/data/run #2", "/data/run #2"), ("output=010", "010"), ("output=a: b", "a: b"),
+        ("output=null", "null"), ("output='x y'", "x y"), ("optimizer.lr=1e-6", 1e-6), ("optimizer.lr=1", 1.0),
+        ("seed=-3", -3),
+        ("checkpoint.resume=true", True), ("rollout.engine_dtype=null", None),
+        ("rollout.environment_options.x=on", "on"), ("rollout.environment_options.x=1.5", 1.5),
+        ("rollout.environment_options={x: [1, no]}", {"x": [1, "no"]}),
+    ],
+)  # fmt: skip
+def test_an_override_is_taken_as_written(override: str, value: object) -> None:
+    found: object = load_config(None, [override])
+    for part in override.partition("=")[0].split("."):
+        found = found[part] if isinstance(found, dict) else getattr(found, part)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=010", "seed=0x10", "seed=1_000", "seed=1.0", "seed=true", "iterations=1e3",
+        "iterations=99999999999999999999", "optimizer.lr=on", "optimizer.lr=true", "optimizer.lr='1'",
+        "checkpoint.keep=true", "checkpoint.resume=yes",
+        "checkpoint.resume=1", "output=[1]", "output=${oc.env:HOME}", "rollout.environment_options={a: [1,2}",
+        'output="x', "output={a: 1, a: 2}",
+    ],
+)  # fmt: skip
+def test_what_would_be_read_as_something_else_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert str(caught.value.field).startswith(override.partition("=")[0])
+
+
+@pytest.mark.parametrize("override", ["noequals", "=3", "a..b=3", ".a=3"])
+def test_what_is_no_override_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match="not an override"):
+        load_config(None, [override])
+
+
+def test_no_setting_is_infinite_or_nan() -> None:
+    for value in ("nan", "inf", "-inf", ".nan", ".inf"):
+        for key in ("algorithm.entropy_coef", "optimizer.lr", "first_step_check.max_k3", "algorithm.policy.clip_low"):
+            with pytest.raises(ConfigError, match=key):
+                load_config(None, [f"{key}={value}"])
+            with pytest.raises(ConfigError, match=key):
+                load_config(None, [f"{key}={{a: {value}}}"])
+    with pytest.raises(ValueError, match="finite"):
+        AlgorithmConfig(entropy_coef=float("nan"))
+
+
+FILES = {
+    "a: {": "line 1", "seed: 1\nseed: 2": "line 2: 'seed' is set twice", "optimizer:\n  lr: 1\n  lr: 2": "line 3",
+    "seed: 1\n---\nseed: 2": "a second document", "- a": "no mapping", "3": "no mapping",
+    "x: &a [1]\ny: *a": "aliases are not read", "\tseed: 1": "line 1", "1: 2": "not text", "? [a]\n: b": "not text",
+    "seed: !!python/object:os.system x": "constructor", 'output: "x': "line 1", "seed: 010": "whole number",
+    "optimizer: {lr: on}": "a number", "checkpoint: {resume: yes}": "true or false", "output: 3": "string",
+    "a: " + "[" * 5000: "too deep",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_file_that_is_not_plain_yaml_is_refused_with_its_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=FILES[text]) as caught:
+        load_config(tmp_path / "run.yaml")
+    assert caught.value.file == tmp_path / "run.yaml" and "\n" not in str(caught.value)
+
+
+def test_what_is_no_file_of_text_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "large.yaml").write_bytes(b"#" * (2 << 20))
+    for name, match in (("pipe", "no regular file"), ("bytes", "UTF-8"), ("large", "too large"), ("none", "nothing")):
+        with pytest.raises(ConfigError, match=match):
+            load_config(tmp_path / f"{name}.yaml")
+    with pytest.raises(ConfigError, match="a directory"):
+        load_config(tmp_path)
