@@ -66,7 +66,7 @@ class Scorer(Protocol):
 def mean_k3(trainer: np.ndarray, engine: np.ndarray) -> float:
     """Mean of k3 = r - 1 - log r over tokens, where log r = trainer - engine (Schulman, "Approximating KL", 2020).
 
-    NaN if any log-prob is. Nats, >= 0; the first token, which nobody predicts, is left out.
+    NaN if any log-prob is. Nats, >= 0; the first token, which has no prediction, is left out.
     """
     log_ratio = np.asarray(trainer, np.float64)[1:] - np.asarray(engine, np.float64)[1:]
     with np.errstate(over="ignore", invalid="ignore"):

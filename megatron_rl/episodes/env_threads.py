@@ -116,7 +116,7 @@ class _Worker(threading.Thread):
             function, future = job
             try:
                 result = CallResult(function())
-            except BaseException as error:  # also an exit that an environment asks for
+            except BaseException as error:  # also SystemExit, raised by an environment
                 result = CallResult(error=error)
             with suppress(RuntimeError):  # the event loop may be closed by now
                 future.get_loop().call_soon_threadsafe(_settle, future, result)

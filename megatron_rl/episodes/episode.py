@@ -2,14 +2,14 @@
 
 Invariants of every recorded trajectory:
 
-* Its tokens are exactly what was fed or sampled, in order; it ends with a sampled token. An episode that nothing was
-  sampled in holds its first observation (or nothing, when the environment failed to start). An observation that nobody
-  acted upon is otherwise never among them: after a truncation it is `boundary_tokens`, else it is dropped.
+* Its tokens are exactly what was observed or sampled, in order; it ends with a sampled token. An episode that nothing
+  was sampled in holds its first observation (or nothing, when the environment failed to start). An observation that no
+  action followed is otherwise never among them: after a truncation it is `boundary_tokens`, else it is dropped.
 * One action is one turn, in however many calls it was sampled; K turns have K `turn_rewards`; `reward` (a terminal
   reward on top of them) is 0. Each token carries the weight version of the call that sampled it.
 * `truncated` and `terminated` exclude each other. A cut in the middle of an action leaves the environment untouched:
   nothing new was seen (`boundary_tokens` is empty) and the turn earns 0.
-* `routes` keeps the row that was used when a token was first fed. Rows that a later call computed differently
+* `routes` keeps the row that was used when a token was first an input. Rows that a later call computed differently
   (a prefix prefilled again, after a weight change for instance) are counted in `metadata["route_conflicts"]`.
 
 Metadata of a trajectory: `seed`, `success`, `invalid_actions`, `repeated_actions`, `route_conflicts`, `interruptions`
@@ -350,7 +350,7 @@ def _finite(reward: float) -> float:
 
 
 def _ending(result: StepResult) -> str | None:
-    """The outcome code that the environment asks for."""
+    """The outcome code that the environment names."""
     outcome = result.info.get("outcome")
     if outcome is not None and outcome not in OUTCOMES:
         raise RolloutError("unknown outcome", field="info['outcome']", found=outcome, expected=OUTCOMES)

@@ -58,7 +58,7 @@ def test_fault_that_stays_is_named(engine: VllmEngine, proxy: FaultProxy, fault:
 
 
 def test_weights_changed_behind_our_back_do_not_serve(engine: VllmEngine, server, published: Published) -> None:
-    """Another client's update names the weights anew: seen at the next look, proven wrong, put right."""
+    """Another client's update changes the tag: the next health check finds it and loads the current weights."""
     other = HttpReplica(server.url)
 
     async def take_over() -> None:

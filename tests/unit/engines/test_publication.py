@@ -68,7 +68,7 @@ def test_damage_is_found(directory: Path, damage: str) -> None:
 
 @pytest.mark.parametrize("sizes", [[200], [1, 0, 120, 79], [2] * 100])
 def test_pieces_of_the_writer_are_as_good(directory: Path, sizes: list[int]) -> None:
-    """Hashed by whoever wrote them, in pieces of any size; every byte is in one."""
+    """Hashed when they were written, in pieces of any size; every byte is in one."""
     content, pieces, start = (directory / "a.safetensors").read_bytes(), [], 0
     for size in sizes:
         pieces.append((size, xxhash.xxh3_64_hexdigest(content[start : start + size])))
