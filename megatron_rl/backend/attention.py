@@ -189,8 +189,10 @@ class SinkAttention(PackedCausalAttention):
     head, `softmax_offset` [heads / TP], takes its share of every softmax.
     """
 
-    def __init__(self, config, layer_number, *args, pg_collection=None, **kwargs):
-        super().__init__(config, layer_number, *args, pg_collection=pg_collection, **kwargs)
+    def __init__(
+        self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, pg_collection=None, **_
+    ):
+        super().__init__(config, layer_number, attn_mask_type, attention_type, softmax_scale, pg_collection)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] if windowed else None
         if config.softmax_type == "learnable":

@@ -52,23 +52,18 @@ class Model:
     hf: HFModelConfig
     config: TransformerConfig
     topology: Topology
-    chunks: list[torch.nn.Module]
+    chunks: list[DistributedDataParallel]
     """What Megatron's schedules run: wrapped for data parallelism."""
     bare: list[GPTModel]
     """The same, unwrapped."""
     registry: RouteRegistry
 
-    @property
-    def head(self) -> torch.nn.Module | None:
-        """Output layer or value head, where this rank holds the last stage."""
-        return self.bare[-1].output_layer if self.bare[-1].post_process else None
-
     def output_weight(self) -> torch.Tensor:
         """[V/tp, h] rows of the (possibly tied) output layer on the last stage."""
         last = self.bare[-1]
-        return (
-            last.shared_embedding_or_output_weight() if last.share_embeddings_and_output_weights else self.head.weight
-        )
+        if last.share_embeddings_and_output_weights:
+            return last.shared_embedding_or_output_weight()
+        return last.output_layer.weight
 
     def train(self, mode: bool = True) -> None:
         """Training mode. Nothing here drops out, so log-probs are the same either way; kept for what users plug in."""

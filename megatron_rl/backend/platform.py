@@ -36,6 +36,7 @@ import time
 import types
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,13 +70,14 @@ def device_of_new_parameters(config) -> torch.device:
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
     """Modules built inside have parameters without memory, whether they name the current device or none (planning)."""
-    current = torch.cuda.current_device
-    torch.cuda.current_device = lambda: torch.device("meta")
+    cuda: Any = torch.cuda
+    current = cuda.current_device
+    cuda.current_device = lambda: torch.device("meta")
     try:
         with torch.device("meta"):
             yield
     finally:
-        torch.cuda.current_device = current
+        cuda.current_device = current
 
 
 def collective_backend() -> str:
@@ -142,7 +144,10 @@ class _Event:
 
 
 def _answer_cuda_questions() -> None:
-    cuda, stream = torch.cuda, _Stream()
+    cuda: Any = torch.cuda
+    tensor: Any = torch.Tensor
+    module: Any = torch.nn.Module
+    stream = _Stream()
     cuda.current_device = lambda: CPU
     cuda.set_device = lambda *a, **k: None
     cuda.synchronize = cuda.empty_cache = lambda *a, **k: None
@@ -153,13 +158,14 @@ def _answer_cuda_questions() -> None:
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
-    torch.Tensor.cuda = lambda self, *a, **k: self
-    torch.nn.Module.cuda = lambda self, *a, **k: self
+    tensor.cuda = lambda self, *a, **k: self
+    module.cuda = lambda self, *a, **k: self
     _rename_types_for_megatron()
 
 
 def _rename_types_for_megatron() -> None:
-    plain = torch.Tensor.type
+    tensor: Any = torch.Tensor
+    plain = tensor.type
 
     def type_(self, *args, **kwargs):
         answer = plain(self, *args, **kwargs)
@@ -169,7 +175,7 @@ def _rename_types_for_megatron() -> None:
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 
-    torch.Tensor.type = type_
+    tensor.type = type_
 
 
 def _define_missing_gemm() -> None:
@@ -236,7 +242,8 @@ def _show_megatron_a_cpu_torch() -> None:
     proxy = _CpuTorch("torch")
     for name in _FACTORIES:
         setattr(proxy, name, _cpu_autocast if name == "autocast" else _cpu_factory(getattr(torch, name)))
-    for name, module in list(sys.modules.items()):
+    modules: dict[str, Any] = dict(sys.modules)
+    for name, module in modules.items():
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = proxy
     from megatron.core.tensor_parallel import random as rng

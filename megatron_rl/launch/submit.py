@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -159,9 +160,9 @@ def _server_variables(config: RunConfig, options: JobOptions) -> dict[str, str]:
     rollout = config.rollout
     if not options.rollout_nodes or (options.rollout_nodes == 1 and rollout.engine != "vllm_http") or rollout.servers:
         return {}
-    chosen = {"dtype": rollout.engine_dtype or config.model.dtype} | rollout.engine_options
+    chosen: dict[str, Any] = {"model": config.model.path, "dtype": rollout.engine_dtype or config.model.dtype}
     try:
-        words = VllmOptions(**({"model": config.model.path} | chosen)).changes()
+        words = VllmOptions(**(chosen | rollout.engine_options)).changes()
     except TypeError as error:
         raise ConfigError("vLLM does not take these options", found=error, setting="rollout.engine_options") from error
     # The batch script splits them at spaces.

@@ -63,7 +63,7 @@ class TerminalProgress:
     def metrics(self, iteration: int, values: dict[str, float]) -> None:
         """Called after each iteration."""
         self.history.append({"iteration": iteration, **values})
-        if self.silent:
+        if self._log is None:
             return
         self._log.write(iteration, values)
         self._progress.update(self._bar, completed=iteration + 1)
@@ -73,7 +73,7 @@ class TerminalProgress:
 
     def finished(self) -> None:
         """Called after the last iteration: close files, print the table."""
-        if self.silent or self._log is None:
+        if self._log is None:
             return
         self._progress.stop()
         self._log.close()
