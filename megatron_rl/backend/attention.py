@@ -159,7 +159,7 @@ class PackedCausalAttention(torch.nn.Module):
         if self.window is not None or self.softmax_offset is not None:
             mask = self._mask(bucket, q.shape[2], k.shape[2])
             if self.softmax_offset is not None:
-                # The sink is a key without direction and a value of nothing: its logit is the mask's entry alone.
+                # The sink is a zero key with a zero value: its logit is the mask's entry alone.
                 k, v = (torch.cat((x, torch.zeros_like(x[:, :, :1])), 2) for x in (k, v))
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale

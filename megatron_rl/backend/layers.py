@@ -105,7 +105,7 @@ class LatentAttention(MLASelfAttention):
         self.linear_kv_down_proj = ReplicatedLinear(config.hidden_size, width, config)
 
     def _resolve_qk_norm_config(self, submodules) -> dict:
-        """Asked from Megatron-Core 0.19 on; its own answer would normalise the input of a query not compressed."""
+        """Called by Megatron-Core from 0.19 on, whose version would normalise the input of an uncompressed query."""
         compressed = self.config.q_lora_rank is not None
         return {
             "linear_q_proj": IdentityOp if compressed else submodules.linear_q_proj,

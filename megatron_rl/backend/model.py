@@ -1,5 +1,4 @@
-"""Actor and critic as Megatron `GPTModel`s: configuration from HF settings, layer spec, heads, data-parallel
-wrapping."""
+"""Actor and critic as Megatron `GPTModel`s: configuration, layer spec, head, data-parallel wrapper."""
 
 from __future__ import annotations
 
@@ -166,7 +165,7 @@ def _experts(hf: HFModelConfig) -> dict:
         moe_router_topk_scaling_factor=None if hf.router.scaling == 1 else hf.router.scaling,
         moe_router_dtype="fp32",
         moe_router_enable_expert_bias=hf.has_expert_bias,
-        # The bias answers to the load of native routing, which replay replaces: it stays as imported.
+        # The bias is meant to balance native routing, which replay replaces: it stays as imported.
         moe_router_bias_update_rate=0.0,
         moe_shared_expert_intermediate_size=hf.shared_ffn_size or None,
         moe_shared_expert_gate=hf.shared_gate,
@@ -243,7 +242,7 @@ def _numerics(dtype: torch.dtype, performance: PerformanceConfig, meta: bool) ->
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        # The loss carries its own global weights (batching and reduce): Megatron sums, nobody divides.
+        # The loss carries global loss weights (batching and reduce): Megatron sums and nothing divides.
         calculate_per_token_loss=True,
         use_cpu_initialization=not platform.on_gpu() and not meta,
         init_model_with_meta_device=meta,

@@ -181,7 +181,7 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
     """Megatron's `torch_dist` format, written by this process.
 
     Megatron's own strategy spawns a manager and forks a writer even for a synchronous save: seconds of imports, a
-    guard needed in every script, and no answer where the writer is killed.
+    `__main__` guard needed in every script, and a hang where the writer is killed.
     """
 
     can_handle_sharded_objects = True

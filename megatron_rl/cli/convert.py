@@ -1,4 +1,4 @@
-"""A conversion in a terminal: what it was asked for, progress with the time that is left, a summary."""
+"""`megatron-rl convert`: options, progress with the remaining time, a summary."""
 
 from __future__ import annotations
 
@@ -54,13 +54,15 @@ class Options:
 
 
 def run_conversion(options: Options, console: Console | None = None) -> bool:
-    """Convert, or with `check` only read, and show it. Process 0 of several shows the whole.
+    """Convert, or with `check` only read, and print a summary. Of several processes the first prints it.
 
     Returns:
-        Whether all is well; False: `check` found faults, which were printed.
+        Whether all is well; False: `check` found faults and printed them.
 
     Raises:
-        CheckpointError, LaunchError: see the rooms this calls.
+        CheckpointError: source or target cannot be converted, or they differ.
+        ConfigError: options that contradict each other.
+        LaunchError: a launcher gave a process number without a count.
     """
     console, share = console or Console(), Share.from_environment()
     _check_options(options)

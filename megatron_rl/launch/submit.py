@@ -39,7 +39,7 @@ class JobOptions:
     ranks_per_node: int | None = None
     """Tasks a node; None: one a GPU."""
     rollout_nodes: int = 0
-    """Nodes of a second component that generates rollouts; 0: the trainer plays or reads recorded ones."""
+    """Nodes of a second component that generates rollouts; 0: the trainer generates or reads them."""
     segment: int = 1
     time: str = ""
     partition: str = ""
@@ -178,7 +178,7 @@ def check_components(config: RunConfig, options: JobOptions) -> None:
     """Refuse rollout nodes that the configuration has no use for.
 
     Raises:
-        LaunchError: the trainer plays itself, or the embedded engine would leave nodes idle.
+        LaunchError: the trainer generates rollouts itself, or the embedded engine would leave nodes idle.
     """
     if options.rollout_nodes and not config.rollout.has_process:
         raise LaunchError(

@@ -27,12 +27,12 @@ SHOWN = {
     "throughput/train_tokens_per_second_per_rank": "train tokens/s/rank",
     "throughput/mfu": "MFU",
 }
-"""Metric → what a person reads, in the final table and the progress line."""
+"""Metric → its label in the final table and the curves."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class TerminalProgress:
-    """Watches a run on rank 0: a progress bar, `metrics.jsonl`, TensorBoard. Other ranks use `silent=True`.
+    """Reports a run from rank 0: a progress bar, `metrics.jsonl`, TensorBoard. Other ranks pass `silent=True`.
 
     Args:
         output: the run directory.
