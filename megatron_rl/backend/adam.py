@@ -53,7 +53,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
         for p in params:
             if not self.state[p]:
                 self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        grads = [p.grad.to(p.dtype) for p in params]
+        grads = [p.grad.to(p.dtype) for p in params if p.grad is not None]
         moments = [self.state[p]["exp_avg"] for p in params]
         squares = [self.state[p]["exp_avg_sq"] for p in params]
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"])

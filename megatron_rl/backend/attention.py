@@ -159,7 +159,7 @@ class PackedCausalAttention(torch.nn.Module):
         if self.window is not None or self.softmax_offset is not None:
             mask = self._mask(bucket, q.shape[2], k.shape[2])
             if self.softmax_offset is not None:
-                # The sink is a key without direction and a value of nothing: its logit is the mask's entry alone.
+                # The sink is a zero key with a zero value: its logit is the mask's entry alone.
                 k, v = (torch.cat((x, torch.zeros_like(x[:, :, :1])), 2) for x in (k, v))
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale
@@ -189,8 +189,10 @@ class SinkAttention(PackedCausalAttention):
     head, `softmax_offset` [heads / TP], takes its share of every softmax.
     """
 
-    def __init__(self, config, layer_number, *args, pg_collection=None, **kwargs):
-        super().__init__(config, layer_number, *args, pg_collection=pg_collection, **kwargs)
+    def __init__(
+        self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, pg_collection=None, **_
+    ):
+        super().__init__(config, layer_number, attn_mask_type, attention_type, softmax_scale, pg_collection)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] if windowed else None
         if config.softmax_type == "learnable":

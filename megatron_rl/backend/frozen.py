@@ -28,7 +28,7 @@ def step_without(optimizer: Optimizer, frozen: Frozen) -> tuple[bool, float]:
     """`Optimizer.step` for all but the frozen parameters. Collective."""
     held = [local.tensor for local in local_parameters(optimizer.model) if frozen(local)]
     for parameter in held:
-        parameter.main_grad.zero_()
+        parameter.main_grad.zero_()  # type: ignore[attr-defined]
     ids = {id(parameter) for parameter in held}
     mains = [main for part in optimizer.parts for main, parameter in main_copies(part) if id(parameter) in ids]
     before = [main.detach().clone() for main in mains] if optimizer.config.weight_decay else []

@@ -32,7 +32,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         super().__init__(
             hidden_size, eps=eps, dtype=config.params_dtype, device=platform.device_of_new_parameters(config)
         )
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class QueryNorm(torch.nn.Module):
@@ -78,7 +78,7 @@ class ReplicatedLinear(torch.nn.Module):
         super().__init__()
         device = platform.device_of_new_parameters(config)
         self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
         """[s/tp, 1, inputs] → [s/tp, 1, outputs], and the (None) bias Megatron expects."""
@@ -105,7 +105,7 @@ class LatentAttention(MLASelfAttention):
         self.linear_kv_down_proj = ReplicatedLinear(config.hidden_size, width, config)
 
     def _resolve_qk_norm_config(self, submodules) -> dict:
-        """Asked from Megatron-Core 0.19 on; its own answer would normalise the input of a query not compressed."""
+        """Called by Megatron-Core from 0.19 on, whose version would normalise the input of an uncompressed query."""
         compressed = self.config.q_lora_rank is not None
         return {
             "linear_q_proj": IdentityOp if compressed else submodules.linear_q_proj,

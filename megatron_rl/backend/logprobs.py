@@ -6,6 +6,8 @@ exist at a time, in forward and again in backward. Padding rows of the vocabular
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -109,7 +111,7 @@ class KeepHidden(torch.nn.Module):
         super().__init__()
         self.weight = output_layer.weight
         self.sequence_parallel = output_layer.sequence_parallel
-        self._plain = [output_layer]
+        self._plain: list[Any] = [output_layer]
 
     def forward(self, hidden, weight=None, runtime_gather_output=None):
         """hidden [s/tp, 1, h] → the same, with the (None) bias Megatron expects."""
@@ -134,7 +136,7 @@ class ValueHead(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
         if sequence_parallel:
-            self.weight.sequence_parallel = True
+            self.weight.sequence_parallel = True  # type: ignore[attr-defined]
         self.sequence_parallel = sequence_parallel
 
     def forward(self, hidden, weight=None, runtime_gather_output=None):

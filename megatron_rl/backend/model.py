@@ -1,5 +1,4 @@
-"""Actor and critic as Megatron `GPTModel`s: configuration from HF settings, layer spec, heads, data-parallel
-wrapping."""
+"""Actor and critic as Megatron `GPTModel`s: configuration, layer spec, head, data-parallel wrapper."""
 
 from __future__ import annotations
 
@@ -52,23 +51,18 @@ class Model:
     hf: HFModelConfig
     config: TransformerConfig
     topology: Topology
-    chunks: list[torch.nn.Module]
+    chunks: list[DistributedDataParallel]
     """What Megatron's schedules run: wrapped for data parallelism."""
     bare: list[GPTModel]
     """The same, unwrapped."""
     registry: RouteRegistry
 
-    @property
-    def head(self) -> torch.nn.Module | None:
-        """Output layer or value head, where this rank holds the last stage."""
-        return self.bare[-1].output_layer if self.bare[-1].post_process else None
-
     def output_weight(self) -> torch.Tensor:
         """[V/tp, h] rows of the (possibly tied) output layer on the last stage."""
         last = self.bare[-1]
-        return (
-            last.shared_embedding_or_output_weight() if last.share_embeddings_and_output_weights else self.head.weight
-        )
+        if last.share_embeddings_and_output_weights:
+            return last.shared_embedding_or_output_weight()
+        return last.output_layer.weight
 
     def train(self, mode: bool = True) -> None:
         """Training mode. Nothing here drops out, so log-probs are the same either way; kept for what users plug in."""
@@ -171,7 +165,7 @@ def _experts(hf: HFModelConfig) -> dict:
         moe_router_topk_scaling_factor=None if hf.router.scaling == 1 else hf.router.scaling,
         moe_router_dtype="fp32",
         moe_router_enable_expert_bias=hf.has_expert_bias,
-        # The bias answers to the load of native routing, which replay replaces: it stays as imported.
+        # The bias is meant to balance native routing, which replay replaces: it stays as imported.
         moe_router_bias_update_rate=0.0,
         moe_shared_expert_intermediate_size=hf.shared_ffn_size or None,
         moe_shared_expert_gate=hf.shared_gate,
@@ -248,7 +242,7 @@ def _numerics(dtype: torch.dtype, performance: PerformanceConfig, meta: bool) ->
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        # The loss carries its own global weights (batching and reduce): Megatron sums, nobody divides.
+        # The loss carries global loss weights (batching and reduce): Megatron sums and nothing divides.
         calculate_per_token_loss=True,
         use_cpu_initialization=not platform.on_gpu() and not meta,
         init_model_with_meta_device=meta,

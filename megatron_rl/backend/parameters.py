@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -55,7 +56,7 @@ def stored_parameters(model: Model) -> Iterator[LocalParameter]:
                 yield _local_parameter(model, chunk, name, buffer)
 
 
-def _local_parameter(model: Model, chunk: torch.nn.Module, name: str, tensor: torch.Tensor) -> LocalParameter:
+def _local_parameter(model: Model, chunk: GPTModel, name: str, tensor: torch.Tensor) -> LocalParameter:
     hf = model.hf
     parsed = parse_parameter_name(name, value_head=model.role == "value")
     layer = None if parsed.layer is None else chunk.decoder.layers[parsed.layer].layer_number - 1
@@ -92,6 +93,7 @@ def main_copies(part: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, torch.n
 
     Under the distributed optimizer the first is this rank's flat piece; in float32 it aliases the parameter's memory.
     """
+    pairs: Sequence[tuple[list, list]]
     if isinstance(part, DistributedOptimizer):
         pairs = (
             (part.shard_fp32_from_float16_groups, part.model_float16_groups),

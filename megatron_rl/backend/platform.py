@@ -1,11 +1,10 @@
-"""Makes real Megatron-Core run on a CPU under gloo, and stays out of the way on CUDA under NCCL.
+"""Makes Megatron-Core run on a CPU under gloo, and leaves it as it is on CUDA under NCCL.
 
-Every patch of a dependency lives here. `install()` is idempotent and does
-nothing but two import-time mends when CUDA is available.
+Every patch of a dependency lives here. `install()` is idempotent; with CUDA it applies the two import-time fixes only.
 
-The patches, each with its reason and when it can go:
+The patches, each with its reason and when it can be removed:
 
-* `torch.cuda.*` answers: Megatron asks for the current device, streams and RNG state in many places. Until it has a
+* `torch.cuda.*` stubs: Megatron asks for the current device, streams and RNG state in many places. Until it has a
   device abstraction.
 * `torch` as `megatron.core` sees it: `device="cuda"` literals in schedules and gradient clipping, pinned memory in
   rotary embeddings. Only the modules of Megatron see the proxy, and unlike a `TorchFunctionMode` it also reaches
@@ -13,8 +12,8 @@ The patches, each with its reason and when it can go:
 * `Tensor.type()` as `megatron.core.optimizer` sees it: optimizers sort parameters by `torch.cuda.FloatTensor`. The
   same.
 * `te_general_gemm`: 0.16.1 uses the name without defining it where Transformer Engine is absent. Until 0.17.
-* `HAVE_TE` of latent attention: its module takes stand-ins for Transformer Engine's classes for the real ones and asks
-  `isinstance` of them. Until Megatron's stand-ins are classes.
+* `HAVE_TE` of latent attention: its module mistakes placeholders of Transformer Engine's classes for the real ones and
+  calls `isinstance` with them. Until Megatron's placeholders are classes.
 * `maybe_move_tensor_to_cpu`: split sizes stay tensors unless they were on CUDA, and gloo's all-to-all wants integers.
   Until Megatron has a CPU path.
 * gloo's `scatter` reads non-contiguous inputs as if contiguous: silent corruption. Until fixed in torch.
@@ -36,6 +35,7 @@ import time
 import types
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,13 +69,14 @@ def device_of_new_parameters(config) -> torch.device:
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
     """Modules built inside have parameters without memory, whether they name the current device or none (planning)."""
-    current = torch.cuda.current_device
-    torch.cuda.current_device = lambda: torch.device("meta")
+    cuda: Any = torch.cuda
+    current = cuda.current_device
+    cuda.current_device = lambda: torch.device("meta")
     try:
         with torch.device("meta"):
             yield
     finally:
-        torch.cuda.current_device = current
+        cuda.current_device = current
 
 
 def collective_backend() -> str:
@@ -107,24 +108,24 @@ def peak_flops(precision: str, size: int = 1024) -> float:
 
 
 def install() -> None:
-    """Prepare this process for Megatron. Call once, before building any Megatron module."""
+    """Apply the patches this machine needs. Call before building any Megatron module."""
     if _state["installed"]:
         return
     if not on_gpu():
-        _answer_cuda_questions()
+        _stub_cuda()
     _define_missing_gemm()
-    _correct_latent_attention()
+    _fix_latent_attention_flag()
     if not on_gpu():
         _import_megatron()
-        _show_megatron_a_cpu_torch()
-        _move_split_sizes()
-        _mend_gloo()
+        _give_megatron_cpu_torch()
+        _keep_split_sizes_on_cpu()
+        _patch_gloo_collectives()
         _use_group_step_adam()
     _state["installed"] = True
 
 
 class _Stream:
-    """A stream of a device that has none: everything is already in order."""
+    """CUDA stream on a CPU, where everything runs in order anyway."""
 
     def __init__(self, *args, **kwargs): ...
     def wait_stream(self, *args): ...
@@ -141,8 +142,11 @@ class _Event:
     def synchronize(self): ...
 
 
-def _answer_cuda_questions() -> None:
-    cuda, stream = torch.cuda, _Stream()
+def _stub_cuda() -> None:
+    cuda: Any = torch.cuda
+    tensor: Any = torch.Tensor
+    module: Any = torch.nn.Module
+    stream = _Stream()
     cuda.current_device = lambda: CPU
     cuda.set_device = lambda *a, **k: None
     cuda.synchronize = cuda.empty_cache = lambda *a, **k: None
@@ -153,13 +157,14 @@ def _answer_cuda_questions() -> None:
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
-    torch.Tensor.cuda = lambda self, *a, **k: self
-    torch.nn.Module.cuda = lambda self, *a, **k: self
-    _rename_types_for_megatron()
+    tensor.cuda = lambda self, *a, **k: self
+    module.cuda = lambda self, *a, **k: self
+    _rename_tensor_types()
 
 
-def _rename_types_for_megatron() -> None:
-    plain = torch.Tensor.type
+def _rename_tensor_types() -> None:
+    tensor: Any = torch.Tensor
+    plain = tensor.type
 
     def type_(self, *args, **kwargs):
         answer = plain(self, *args, **kwargs)
@@ -169,7 +174,7 @@ def _rename_types_for_megatron() -> None:
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 
-    torch.Tensor.type = type_
+    tensor.type = type_
 
 
 def _define_missing_gemm() -> None:
@@ -179,7 +184,7 @@ def _define_missing_gemm() -> None:
         moe_utils.te_general_gemm = None
 
 
-def _correct_latent_attention() -> None:
+def _fix_latent_attention_flag() -> None:
     from megatron.core.transformer import multi_latent_attention
 
     if not isinstance(multi_latent_attention.TELinear, type):
@@ -187,7 +192,7 @@ def _correct_latent_attention() -> None:
 
 
 def _import_megatron() -> None:
-    """Import what we use, so that every module that will run is there to be given the proxy."""
+    """Import what we use, so that `_give_megatron_cpu_torch` finds every module that will run."""
     for name in (
         "megatron.core.models.gpt.gpt_layer_specs",
         "megatron.core.pipeline_parallel.schedules",
@@ -232,11 +237,12 @@ def _cpu_autocast(kind, *args, **kwargs):
     return torch.autocast("cpu" if kind == "cuda" else kind, *args, **kwargs)
 
 
-def _show_megatron_a_cpu_torch() -> None:
+def _give_megatron_cpu_torch() -> None:
     proxy = _CpuTorch("torch")
     for name in _FACTORIES:
         setattr(proxy, name, _cpu_autocast if name == "autocast" else _cpu_factory(getattr(torch, name)))
-    for name, module in list(sys.modules.items()):
+    modules: dict[str, Any] = dict(sys.modules)
+    for name, module in modules.items():
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = proxy
     from megatron.core.tensor_parallel import random as rng
@@ -245,7 +251,7 @@ def _show_megatron_a_cpu_torch() -> None:
     rng._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
 
 
-def _move_split_sizes() -> None:
+def _keep_split_sizes_on_cpu() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def move(tensor, as_numpy=False, record_stream=False):
@@ -254,7 +260,7 @@ def _move_split_sizes() -> None:
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = move
 
 
-def _mend_gloo() -> None:
+def _patch_gloo_collectives() -> None:
     scatter, all_gather, reduce_scatter = dist.scatter, dist.all_gather, dist.reduce_scatter
 
     def contiguous_scatter(tensor, scatter_list=None, *args, **kwargs):

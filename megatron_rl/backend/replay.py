@@ -20,7 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.errors import ConfigError, RouteError
 from megatron_rl.hf.architecture import Groups
@@ -82,7 +84,7 @@ class RouterHandle:
         self._rows = rows
         settings = self.registry.losses
         if settings is not None and rows is not None and rows.aux_weights is not None:
-            logits = self._attach_losses(logits, rows, settings)
+            logits = self._attach_losses(logits, rows.aux_weights, settings)
         return self._route(logits, *args, **kwargs)
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
@@ -126,16 +128,15 @@ class RouterHandle:
             if top is not None and real.any():
                 self.margin = torch.minimum(self.margin, (top[:, -2] - top[:, -1])[real].min())
 
-    def _attach_losses(self, logits, rows: RouterRows, settings: RouterLosses) -> torch.Tensor:
+    def _attach_losses(self, logits, weights: torch.Tensor, settings: RouterLosses) -> torch.Tensor:
         flat = logits.reshape(-1, logits.shape[-1]).float()
-        weights = rows.aux_weights[:, None]
         aux = z = flat.new_zeros(())
         if settings.aux_coef:
             probs = self._score_distribution(flat)
             share = settings.frequencies[self.layer].to(probs) * probs.shape[1]
-            aux = (weights * probs * share).sum()
+            aux = (weights[:, None] * probs * share).sum()
         if settings.z_coef:
-            z = (weights[:, 0] * flat.logsumexp(-1).square()).sum()
+            z = (weights * flat.logsumexp(-1).square()).sum()
         if self.registry.in_forward:
             self.losses += torch.stack((aux.detach(), z.detach())).to(self.losses)
         return _AttachLoss.apply(logits, settings.aux_coef * aux + settings.z_coef * z)
@@ -169,7 +170,7 @@ class RouteRegistry:
         native_topk: the model's own top-k where Megatron's differs; None: Megatron's.
     """
 
-    def __init__(self, chunks: list[torch.nn.Module], native_topk: TopK | None = None) -> None:
+    def __init__(self, chunks: list[GPTModel], native_topk: TopK | None = None) -> None:
         self.native_topk = native_topk
         self.handles: list[RouterHandle] = []
         self._of_chunk: list[list[RouterHandle]] = []
@@ -177,16 +178,21 @@ class RouteRegistry:
             mine = [self._handle(layer) for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
             self._of_chunk.append(mine)
             self.handles += mine
-        self.in_forward = self.training = self.record = False
+        self.training = self.record = False
         self.losses: RouterLosses | None = None
         self._current: RouterRows | None = None
         self._micro_batches = [0] * len(chunks)
         self._recomputed = 0
 
-    def _handle(self, layer: torch.nn.Module) -> RouterHandle:
+    def _handle(self, layer: TransformerLayer) -> RouterHandle:
         router = layer.mlp.router
         refuse_unreplayable(router)
         return RouterHandle(router, layer.layer_number - 1, self)
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a router call now is a forward of ours; outside it is a recompute."""
+        return self._current is not None
 
     @property
     def layers(self) -> list[int]:
@@ -217,17 +223,17 @@ class RouteRegistry:
     def forward(self, chunk: int, rows: RouterRows):
         """Around one micro-batch's forward through one model chunk."""
         self._micro_batches[chunk] += 1
-        self._current, self.in_forward = rows, True
+        self._current = rows
         try:
             yield
         finally:
-            self._current, self.in_forward = None, False
+            self._current = None
 
     def rows_for(self, handle: RouterHandle) -> RouterRows | None:
         """The rows of this call of `handle`: the current micro-batch's in forward, the oldest pending one's in
         recompute."""
         handle.calls += 1
-        if self.in_forward:
+        if self._current is not None:
             if self.training and not torch.is_grad_enabled():
                 handle.pending.append(self._current)
             return self._current

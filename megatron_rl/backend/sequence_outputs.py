@@ -12,7 +12,7 @@ from megatron.core import parallel_state as mpu
 
 from megatron_rl.backend import platform, topology
 from megatron_rl.backend.micro_batch import RouteSpec, prepare_micro_batches
-from megatron_rl.backend.model import Model, build_chunks, route_registry, transformer_config
+from megatron_rl.backend.model import Model, Role, build_chunks, route_registry, transformer_config
 from megatron_rl.backend.weights import import_hf
 from megatron_rl.batching import CostModel, actor_stream, plan_micro_batches
 from megatron_rl.config import ParallelConfig, PerformanceConfig
@@ -78,7 +78,7 @@ def _bare_model(path: str, place: topology.Topology) -> Model:
     """The model without the data-parallel wrapper, whose gradient buffers would double its memory."""
     hf = read_hf_config(path)
     config = transformer_config(hf, ParallelConfig(), PerformanceConfig(), torch.float32)
-    role = "value" if hf.head == "value" else "policy"
+    role: Role = "value" if hf.head == "value" else "policy"
     bare = [chunk.to(platform.device()) for chunk in build_chunks(hf, config, place, role)]
     model = Model(role, hf, config, place, bare, bare, route_registry(hf, bare))
     import_hf(model, path, hf)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -181,7 +181,7 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
     """Megatron's `torch_dist` format, written by this process.
 
     Megatron's own strategy spawns a manager and forks a writer even for a synchronous save: seconds of imports, a
-    guard needed in every script, and no answer where the writer is killed.
+    `__main__` guard needed in every script, and a hang where the writer is killed.
     """
 
     can_handle_sharded_objects = True
@@ -281,7 +281,8 @@ class _Slot:
     def shard(self, prefix: str, data: torch.Tensor) -> ShardedTensor | ShardedTensorFactory:
         """The parameter's description with other data, float32 [shape of the parameter], under `<prefix>.<its key>`."""
         # The last number is the data rank: only the owner presents the tensor, so it is the main replica.
-        changes = dict(key=f"{prefix}.{self.described.key}", data=data, replica_id=(*self.described.replica_id[:-1], 0))
+        replica = (*self.described.replica_id[:-1], 0)
+        changes: dict[str, Any] = {"key": f"{prefix}.{self.described.key}", "data": data, "replica_id": replica}
         if isinstance(self.described, ShardedTensor):
             changes["dtype"] = data.dtype
         return replace(self.described, **changes)
@@ -337,7 +338,10 @@ def _main_positions(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
 def _gather_to_owner(slot: _Slot, piece: torch.Tensor | None) -> torch.Tensor | None:
     """The whole parameter-shaped tensor, float32 on the CPU, on its owner; None elsewhere."""
     if not slot.sharded or slot.group.size() == 1:
-        return piece.reshape(slot.parameter.shape).to("cpu", copy=True) if slot.mine else None
+        if not slot.mine:
+            return None
+        assert piece is not None, "one rank alone holds the whole main copy"
+        return piece.reshape(slot.parameter.shape).to("cpu", copy=True)
     bits = torch.zeros(slot.parameter.numel(), dtype=torch.int32, device=platform.device())
     if piece is not None:
         bits[slot.span] = piece.contiguous().view(torch.int32).to(bits.device)
@@ -348,6 +352,7 @@ def _gather_to_owner(slot: _Slot, piece: torch.Tensor | None) -> torch.Tensor | 
 def _broadcast_from_owner(slot: _Slot, whole: torch.Tensor | None) -> torch.Tensor:
     """What the owner read, on every rank of the slot's group."""
     if slot.mine:
+        assert whole is not None, "the owner reads what it owns"
         tensor = whole.to(platform.device()).contiguous()
     else:
         tensor = torch.empty(slot.parameter.shape, device=platform.device())
@@ -374,7 +379,7 @@ def together(file: str | Path, work: Callable[[], T]) -> T:
     for found in errors:
         if found is not None:
             raise found
-    return result
+    return cast(T, result)
 
 
 def on_first_rank(file: str | Path, work: Callable[[], Any]) -> None:

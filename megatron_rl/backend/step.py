@@ -1,5 +1,4 @@
-"""Forward and backward over micro-batches through Megatron's schedules, with routes replayed and only decisions
-read."""
+"""Forward and backward over micro-batches through Megatron's schedules; routes are replayed, decisions alone read."""
 
 from __future__ import annotations
 

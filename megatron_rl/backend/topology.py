@@ -1,4 +1,4 @@
-"""The layout of one model over the ranks: checks it, makes Megatron's process groups, names this rank's place in it."""
+"""The layout of a model over the ranks: its checks, Megatron's process groups, and this rank's coordinates."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""HF checkpoints into live models and back: every rank reads only its own byte ranges; export streams tensor by
-tensor."""
+"""HF checkpoints into live models, each rank reading its own byte ranges, and back, streamed tensor by tensor."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ Key = tuple[str, int, int]
 
 @torch.no_grad()
 def export_hf(model: Model, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (HF name, whole tensor) of every tensor, one at a time, on every rank. Collective: all ranks iterate to
-    the end.
+    """Yield (HF name, whole tensor), one at a time, on every rank. Collective: all ranks must iterate to the end.
 
     Args:
         model: the live model.

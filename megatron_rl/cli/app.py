@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import typer
 from rich.console import Console
@@ -12,7 +13,7 @@ import megatron_rl
 from megatron_rl.cli import checkpoint_commands, rollout_commands, run_commands
 from megatron_rl.errors import MegatronRLError
 
-COMMANDS = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "train": run_commands.train,
     "convert": checkpoint_commands.convert,
     "rollout": run_commands.rollout,

@@ -1,4 +1,4 @@
-"""A conversion in a terminal: what it was asked for, progress with the time that is left, a summary."""
+"""`megatron-rl convert`: options, progress with the remaining time, a summary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_rl.hf.conversion.output_files import Plan, make_plan
 from megatron_rl.hf.conversion.sources import Source, parse_dtype
 from megatron_rl.hf.conversion.verify import check, verify
 from megatron_rl.hf.quantised import open_checkpoint
-from megatron_rl.training.checkpoint_source import RunSource, compare_outputs, float32_bytes, open_source
+from megatron_rl.training.checkpoint_source import Role, RunSource, State, compare_outputs, float32_bytes, open_source
 
 _LOG_EVERY = 10.0
 """Seconds between lines where the output is no terminal."""
@@ -38,8 +38,8 @@ class Options:
     target: Path | None
     dtype: str = "auto"
     shard_gb: float = 5.0
-    role: str = "actor"
-    state: str = "weights"
+    role: Role = "actor"
+    state: State = "weights"
     hf: Path | None = None
     value_head: str | None = None
     seed: int = 0
@@ -54,13 +54,15 @@ class Options:
 
 
 def run_conversion(options: Options, console: Console | None = None) -> bool:
-    """Convert, or with `check` only read, and show it. Process 0 of several shows the whole.
+    """Convert, or with `check` only read, and print a summary. Of several processes the first prints it.
 
     Returns:
-        Whether all is well; False: `check` found faults, which were printed.
+        Whether all is well; False: `check` found faults and printed them.
 
     Raises:
-        CheckpointError, LaunchError: see the rooms this calls.
+        CheckpointError: source or target cannot be converted, or they differ.
+        ConfigError: options that contradict each other.
+        LaunchError: a launcher gave a process number without a count.
     """
     console, share = console or Console(), Share.from_environment()
     _check_options(options)
@@ -80,7 +82,7 @@ def run_conversion(options: Options, console: Console | None = None) -> bool:
     dtype = None if options.dtype == "auto" else parse_dtype(options.dtype)
     plan = make_plan(source, dtype=dtype, max_shard_bytes=int(options.shard_gb * 1e9))
     silent = share.index > 0
-    if options.check:
+    if options.target is None:
         with _progress(console, "reading", silent) as report:
             return _show_problems(check(source, plan, share=share, report=report), console)
     with _progress(console, "writing", silent) as report:
@@ -93,9 +95,9 @@ def run_conversion(options: Options, console: Console | None = None) -> bool:
             patience=options.patience,
             report=report,
         )
-    rows = list(_written(options, source, plan, outcome))
+    rows = list(_written(options, options.target, source, plan, outcome))
     if options.verify:
-        rows += _verify(options, source, plan, share, console, silent)
+        rows += _verify(options, options.target, source, plan, share, console, silent)
     if not silent:
         _show(rows, console)
     return True
@@ -117,10 +119,10 @@ def _check_options(options: Options) -> None:
         raise ConfigError("no room in a file", found=options.shard_gb, expected="> 0", setting="--shard-gb")
 
 
-def _written(options: Options, source: Source, plan: Plan, outcome: Outcome) -> Iterator[tuple[str, str]]:
+def _written(options: Options, target: Path, source: Source, plan: Plan, outcome: Outcome) -> Iterator[tuple[str, str]]:
     tensors = sum(1 for _ in plan.tensors())
     yield "source", str(getattr(source, "path", options.source))
-    yield "target", str(options.target)
+    yield "target", str(target)
     yield "model", f"{source.config.model_type}, {source.config.head} head"
     yield "tensors", f"{tensors} in {len(plan.files)} files, {decimal(plan.size)}, {plan.main_dtype}"
     yield from (("note", note) for note in source.notes())
@@ -130,49 +132,49 @@ def _written(options: Options, source: Source, plan: Plan, outcome: Outcome) -> 
     damaged = f", {len(outcome.replaced)} of them damaged" if outcome.replaced else ""
     yield "written", f"{len(outcome.written)} files by this process in {outcome.seconds:.1f} s{damaged}"
     yield "kept", f"{len(outcome.kept)} files of an earlier attempt"
-    yield "manifest", str(options.target / MANIFEST)
+    yield "manifest", str(target / MANIFEST)
 
 
 def _verify(
-    options: Options, source: Source, plan: Plan, share: Share, console: Console, silent: bool
+    options: Options, target: Path, source: Source, plan: Plan, share: Share, console: Console, silent: bool
 ) -> list[tuple[str, str]]:
     """Summary rows. Other processes than the first compare their share once the target has appeared."""
-    _await_target(options)
+    _await(target, options.patience)
     if isinstance(source, RunSource):
         source.check_bytes(share)
     with _progress(console, "comparing", silent) as report:
-        found = verify(source, options.target, plan, share=share, report=report)
+        found = verify(source, target, plan, share=share, report=report)
     rows = [("bit for bit", f"{found.tensors} tensors equal to the source and to the manifest")]
     if not silent:
-        rows.append(("logits", _logits(options, source)))
+        rows.append(("logits", _logits(options, target, source)))
     return rows
 
 
-def _await_target(options: Options) -> None:
+def _await(target: Path, patience: float) -> None:
     since = time.monotonic()
-    while not options.target.is_dir():
-        if time.monotonic() - since > options.patience:
-            raise CheckpointError("the target did not appear", file=options.target, expected="process 0 to publish it")
+    while not target.is_dir():
+        if time.monotonic() - since > patience:
+            raise CheckpointError("the target did not appear", file=target, expected="process 0 to publish it")
         time.sleep(0.2)
 
 
-def _logits(options: Options, source: Source) -> str:
+def _logits(options: Options, target: Path, source: Source) -> str:
     size = float32_bytes(source.config)
     if size > options.logits_gb * 1e9:
         return f"not compared: {decimal(size)} in float32, --logits-gb allows {options.logits_gb:g} GB"
-    found = compare_outputs(options.target, _prompt(options, source.config.vocab_size), tolerance=options.tolerance)
+    found = compare_outputs(target, _prompt(options, target, source.config.vocab_size), tolerance=options.tolerance)
     return (
         f"largest difference to transformers {found.difference:.2e}, outputs up to {found.scale:.3g}, "
         f"{found.same_choice} of {found.positions} choices equal"
     )
 
 
-def _prompt(options: Options, vocabulary: int) -> list[int]:
+def _prompt(options: Options, target: Path, vocabulary: int) -> list[int]:
     if options.prompt is None:
         return np.random.default_rng(options.seed).integers(0, vocabulary, 32).tolist()
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(options.target)(options.prompt)["input_ids"]
+    return AutoTokenizer.from_pretrained(target)(options.prompt)["input_ids"]
 
 
 def _show_problems(problems: Any, console: Console) -> bool:
@@ -217,7 +219,8 @@ class _Lines:
     """Progress for a log file."""
 
     def __init__(self, console: Console, what: str) -> None:
-        self._console, self._what, self._first = console, what, None
+        self._console, self._what = console, what
+        self._first: int | None = None
         self._last = self._begin = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -12,7 +12,7 @@ from megatron_rl.environments.codecs import load_codec
 from megatron_rl.environments.vocabulary import VOCABULARY_FILE, Vocabulary
 from megatron_rl.errors import ConfigError, RolloutError
 from megatron_rl.hf.config import read_hf_config
-from megatron_rl.rollouts.interop.dumps import ImportOptions, import_dumps
+from megatron_rl.rollouts.interop.dumps import DumpFormat, ImportOptions, import_dumps
 from megatron_rl.rollouts.schema import ModelFingerprint, RolloutHeader, SamplingTruth
 
 
@@ -20,7 +20,7 @@ def run_import(
     files: list[Path],
     model: Path,
     out: Path,
-    dump_format: str,
+    dump_format: DumpFormat,
     skip_bad: bool,
     console: Console | None = None,
     **asked: Any,
@@ -54,7 +54,7 @@ def import_options(
     temperature: float,
     top_p: float,
     top_k: int,
-    logprobs: str,
+    logprobs: Literal["processed", "raw"],
     version: int | None,
     reward_key: str | None,
     missing_reward: float | None,

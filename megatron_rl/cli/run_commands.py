@@ -20,11 +20,11 @@ OVERRIDES = typer.Argument(
 def train(
     config: Path = CONFIG,
     overrides: list[str] = OVERRIDES,
-    rollouts: Path = typer.Option(None, help="Train on these recorded rollouts (a run, or shards); nothing is played."),
+    rollouts: Path = typer.Option(None, help="Train on these recorded rollouts (a run, or shards); generate none."),
 ) -> None:
     """Train. Start it with torchrun or srun for several ranks; a run directory with checkpoints is resumed.
 
-    SIGUSR1 or SIGTERM: the step at hand is finished, the run saved, and the exit status is 85 (start me again).
+    SIGUSR1 or SIGTERM: the current step is finished, the run saved, and the exit status is 85 (start me again).
 
     Example: torchrun --nproc_per_node 2 -m megatron_rl.cli train examples/frozen_lake/ppo.yaml parallel.expert=2
     """
@@ -63,10 +63,10 @@ def rollout(
     config: Path = CONFIG,
     overrides: list[str] = OVERRIDES,
     episodes: int = typer.Option(None, help="End after so many recorded episodes; the trainer's data end there."),
-    weights: Path = typer.Option(None, help="Play with this HF checkpoint, without a trainer; needs --episodes."),
+    weights: Path = typer.Option(None, help="Generate with this HF checkpoint, without a trainer; needs --episodes."),
     end_with_stdin: bool = typer.Option(False, hidden=True),
 ) -> None:
-    """Play without end for the trainer of the same run directory; it may run elsewhere, and either may be restarted.
+    """Generate rollouts for the trainer of the same run directory; it may run elsewhere, and either may be restarted.
 
     Example: python -m megatron_rl.cli rollout examples/frozen_lake/ppo.yaml rollout.mode=async rollout.external=true
     """

@@ -20,8 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run torchrun on these arguments.
 
     Returns:
-        0, or the largest exit status of its ranks, 128 + signal for one that was killed. SIGTERM is what the agent
-        sends to the others once one has left: it counts only where nothing else was said.
+        0, or the largest exit status of its ranks, 128 + signal for one that was killed. Once one rank has exited the
+        agent sends SIGTERM to the others, so 128 + SIGTERM counts only if no rank has another status.
     """
     # A handler, not SIG_IGN: ranks would inherit the latter, and one that is still importing would miss the request.
     signal.signal(signal.SIGUSR1, lambda *_: None)

@@ -1,4 +1,4 @@
-"""Which rank this process is, read from whoever started it, and joining the others."""
+"""Rank and rendezvous of this process, read from its launcher, and joining the process group."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", *_ADDRESS)
 _SRUN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", *_ADDRESS)
 _MPIRUN = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", *_ADDRESS)
 _MPI_MARKS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
-"""Any of them says that MPI can be asked. srun sets PMI's for every program, so an address of srun's comes first."""
+"""Any of them: MPI started this process. srun sets PMI's for every program, so srun with an address is tried first."""
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Place of this process among all, and where rank 0 listens."""
+    """Rank of this process, and the address rank 0 listens at."""
 
     rank: int
     local_rank: int
@@ -34,22 +34,22 @@ class RankEnvironment:
     address: str
     port: int
     source: str
-    """Who said so: `torchrun`, `mpirun`, `slurm`, `mpi` (asked through mpi4py) or `single`."""
+    """The launcher: `torchrun`, `mpirun`, `slurm`, `mpi` (through mpi4py) or `single`."""
     store: dist.Store | None = None
-    """The rendezvous where it is open already; None: rank 0 opens it at `address` and `port`."""
+    """The rendezvous store, if open already; None: rank 0 opens it at `address` and `port`."""
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> RankEnvironment:
-    """Ask torchrun, then mpirun, then srun, then MPI itself; nobody there: one process of its own.
+    """Read the launcher's variables: torchrun, then mpirun, srun, MPI itself; without a launcher a single process.
 
-    mpirun comes before srun: its ranks see the variables of the srun that started its daemons, a wrong rank. MPI is
-    asked through mpi4py only where no address was given: rank 0 opens a port and MPI tells the others.
+    mpirun comes before srun: its ranks see the variables of the srun that started its daemons, with a wrong rank. MPI
+    is asked, through mpi4py, only where no address is given: rank 0 opens a port and broadcasts it.
 
     Args:
         variables: instead of this process's environment.
 
     Raises:
-        LaunchError: a launcher is there but did not say enough; lists what was looked for and what was missing.
+        LaunchError: a launcher's variables are incomplete; lists the expected and the missing ones.
     """
     found = os.environ if variables is None else variables
     if "RANK" in found or "WORLD_SIZE" in found:
@@ -128,7 +128,7 @@ def check_gpu(place: RankEnvironment, visible: int) -> None:
 
 @contextlib.contextmanager
 def ranks(config: RunConfig, *, threads: int = 1) -> Iterator[topology.Topology]:
-    """Join all ranks, make the layout's groups, and leave in order.
+    """Context: the process group of all ranks with the layout's groups; destroyed on leaving, after a barrier.
 
     Args:
         config: its layout and seed.

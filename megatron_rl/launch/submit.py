@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import megatron_rl
 from megatron_rl.config import RunConfig
@@ -37,7 +38,7 @@ class JobOptions:
     ranks_per_node: int | None = None
     """Tasks a node; None: one a GPU."""
     rollout_nodes: int = 0
-    """Nodes of a second component that generates rollouts; 0: the trainer plays or reads recorded ones."""
+    """Nodes of a second component that generates rollouts; 0: the trainer generates or reads them."""
     segment: int = 1
     time: str = ""
     partition: str = ""
@@ -158,9 +159,9 @@ def _server_variables(config: RunConfig, options: JobOptions) -> dict[str, str]:
     rollout = config.rollout
     if not options.rollout_nodes or (options.rollout_nodes == 1 and rollout.engine != "vllm_http") or rollout.servers:
         return {}
-    chosen = {"dtype": rollout.engine_dtype or config.model.dtype} | rollout.engine_options
+    chosen: dict[str, Any] = {"model": config.model.path, "dtype": rollout.engine_dtype or config.model.dtype}
     try:
-        words = VllmOptions(**({"model": config.model.path} | chosen)).changes()
+        words = VllmOptions(**(chosen | rollout.engine_options)).changes()
     except TypeError as error:
         raise ConfigError("vLLM does not take these options", found=error, setting="rollout.engine_options") from error
     # The batch script splits them at spaces.
@@ -176,7 +177,7 @@ def check_components(config: RunConfig, options: JobOptions) -> None:
     """Refuse rollout nodes that the configuration has no use for.
 
     Raises:
-        LaunchError: the trainer plays itself, or the embedded engine would leave nodes idle.
+        LaunchError: the trainer generates rollouts itself, or the embedded engine would leave nodes idle.
     """
     if options.rollout_nodes and not config.rollout.has_process:
         raise LaunchError(

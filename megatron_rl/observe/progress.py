@@ -27,12 +27,12 @@ SHOWN = {
     "throughput/train_tokens_per_second_per_rank": "train tokens/s/rank",
     "throughput/mfu": "MFU",
 }
-"""Metric → what a person reads, in the final table and the progress line."""
+"""Metric → its label in the final table and the curves."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class TerminalProgress:
-    """Watches a run on rank 0: a progress bar, `metrics.jsonl`, TensorBoard. Other ranks use `silent=True`.
+    """Reports a run from rank 0: a progress bar, `metrics.jsonl`, TensorBoard. Other ranks pass `silent=True`.
 
     Args:
         output: the run directory.
@@ -63,7 +63,7 @@ class TerminalProgress:
     def metrics(self, iteration: int, values: dict[str, float]) -> None:
         """Called after each iteration."""
         self.history.append({"iteration": iteration, **values})
-        if self.silent:
+        if self._log is None:
             return
         self._log.write(iteration, values)
         self._progress.update(self._bar, completed=iteration + 1)
@@ -73,7 +73,7 @@ class TerminalProgress:
 
     def finished(self) -> None:
         """Called after the last iteration: close files, print the table."""
-        if self.silent or self._log is None:
+        if self._log is None:
             return
         self._progress.stop()
         self._log.close()

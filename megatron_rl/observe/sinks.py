@@ -1,4 +1,8 @@
-"""Metric sinks: JSON lines (one object an iteration) and TensorBoard. Names are `group/name`; units are in `UNITS`."""
+"""Metric sinks: JSON lines (one object an iteration) and TensorBoard.
+
+Names are `group/name`. KL divergences and entropies are in nats, `rollout/tokens*` in tokens, throughput in tokens a
+second and rank, `throughput/mfu` as a share of the measured matrix-multiply peak; the rest are shares or plain numbers.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +14,13 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_rl.files import write_text
 
-UNITS = {
-    "rollout/tokens_mean": "tokens",
-    "rollout/tokens": "tokens",
-    "rollout/turns_mean": "turns",
-    "actor/kl": "nats",
-    "actor/entropy": "nats",
-    "first_step/k3": "nats",
-    "throughput/train_tokens_per_second_per_rank": "tokens/s",
-    "throughput/rollout_tokens_per_second_per_rank": "tokens/s",
-    "throughput/mfu": "share of measured matrix-multiply peak",
-}
-"""Units of what is not a plain number or a share."""
-
 
 class MetricsLog:
     """Appends to `metrics.jsonl` and TensorBoard files of a run directory. One rank owns it.
 
     Args:
         directory: the run directory.
-        resume_from: iterations at or after this one are dropped: a resumed run plays them again.
+        resume_from: iterations at or after this one are dropped: a resumed run repeats them.
     """
 
     def __init__(self, directory: Path, resume_from: int = 0) -> None:
