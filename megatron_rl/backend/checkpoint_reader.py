@@ -11,10 +11,50 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_rl.errors import CheckpointError
+
+METADATA = ".metadata"
+_KNOWN = {
+    ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("collections", "OrderedDict"), ("torch", "Size"),
+    ("torch.serialization", "_get_layout"), (filesystem.__name__, "_StorageInfo"),
+}  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the classes of a checkpoint's metadata and no others: a pickle can name any function to be called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        known = getattr(dcp, name, None) if module == dcp.__name__ else None
+        if isinstance(known, type) and known.__module__ == module:
+            return known
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
+
+
+def read_metadata(directory: str | Path) -> Metadata:
+    """What a distributed checkpoint says of its tensors and files; nothing it names is called.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or holds something else.
+    """
+    try:
+        with (Path(directory) / METADATA).open("rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"a {type(metadata).__name__}")
+    except Exception as error:  # A damaged pickle raises almost anything.
+        raise CheckpointError(
+            "no distributed checkpoint",
+            file=directory,
+            found=repr(error),
+            expected="the states of a run's checkpoint",
+        ) from error
+    return metadata
 
 
 class StoredTensors:
@@ -28,15 +68,7 @@ class StoredTensors:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        try:
-            metadata = FileSystemReader(self.directory).read_metadata()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
-            raise CheckpointError(
-                "no distributed checkpoint",
-                file=self.directory,
-                found=repr(error),
-                expected="the states of a run's checkpoint",
-            ) from error
+        metadata = read_metadata(self.directory)
         self._storage: dict[MetadataIndex, Any] = metadata.storage_data
         self._tensors = {
             key: entry

@@ -51,6 +51,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.backend import platform
 from megatron_rl.backend.anchor import Anchor, Reference, copy_main_to_model
+from megatron_rl.backend.checkpoint_reader import read_metadata
 from megatron_rl.backend.optimizer import Optimizer
 from megatron_rl.backend.parameters import main_copies
 from megatron_rl.errors import CheckpointError
@@ -135,6 +136,8 @@ def load_states(directory: str | Path, models: Mapping[str, ModelStates]) -> Non
             partly overwritten.
     """
     directory = Path(directory)
+    # Megatron unpickles the metadata without asking what it names: nothing else may be in it by then.
+    together(directory, lambda: read_metadata(directory))
     numbers = together(directory, lambda: _read_numbers(directory, models))
     slots = {role: list(_slots(model.optimizer)) for role, model in models.items()}
     states = {role: model.tensors() for role, model in models.items()}

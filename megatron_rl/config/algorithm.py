@@ -210,7 +210,8 @@ class Refusal(NamedTuple):
 
 def _suited(a: AlgorithmConfig) -> str:
     """Estimators that suit the policy loss, in words."""
-    return " or ".join(name for name, kind in AdvantageEstimator.table.items() if kind.unit in a.policy.advantages)
+    estimators = AdvantageEstimator.table.items()
+    return " or ".join(name for name, kind in estimators if getattr(kind, "unit", None) in a.policy.advantages)
 
 
 REFUSALS = (

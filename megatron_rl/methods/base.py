@@ -40,7 +40,7 @@ class Method(Section):
         """A class of this kind that calls `function`; its keyword-only parameters are the options."""
         raise ValueError(f"{cls.setting} takes a class, not a function")
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> Any:
         # Classes made of functions are not found by pickle; their name leads back to the function.
         if self.function is None:
             return super().__reduce__()

@@ -166,7 +166,7 @@ class GAE(AdvantageEstimator):
         if self.lam_alpha is not None:
             lam_actor = length_adaptive_lambda(x.times.offsets.diff(), x.gamma, self.lam_alpha)
         lam_critic = 1.0 if x.monte_carlo else self.lam_critic
-        settings = dict(gamma=x.gamma, lam_actor=lam_actor, lam_critic=lam_critic, bootstrap=bootstrap)
+        settings: dict[str, Any] = dict(gamma=x.gamma, lam_actor=lam_actor, lam_critic=lam_critic, bootstrap=bootstrap)
         advantages, returns = gae(x.rewards, values, x.times.offsets, **settings)
         return Estimate(advantages, returns, _explained(returns[x.kept], values[x.kept])), settings
 
