@@ -93,3 +93,42 @@ def test_links_of_the_checkout_become_links_of_the_site() -> None:
     assert (
         site_links("[a](async.md#groups) [b](https://a.org/docs/x)") == "[a](async.md#groups) [b](https://a.org/docs/x)"
     )
+
+
+def test_tables_of_methods_are_up_to_date() -> None:
+    from tools import methods_table
+
+    page = (ROOT / "docs" / "objectives.md").read_text()
+    assert methods_table.with_tables(page) == page, "run python tools/methods_table.py --write"
+
+
+def test_every_renamed_key_is_in_the_changelog() -> None:
+    from megatron_rl.config.renamed import RENAMED, RESHAPED
+
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert [key for key in (*RENAMED, *RESHAPED) if f"`{key}" not in text] == []
+
+
+def test_the_methods_of_the_guide_are_read_and_differentiate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from megatron_rl.config import load_config
+    from megatron_rl.methods import PolicyInputs, Segments
+
+    blocks = re.findall(r"```(python|yaml)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    source = next(text for kind, text in blocks if kind == "python" and "my_loss" in text)
+    settings = next(text for kind, text in blocks if kind == "yaml" and "my_package" in text)
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package/losses.py").write_text(source)
+    (tmp_path / "run.yaml").write_text(settings)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    algorithm = load_config(tmp_path / "run.yaml").algorithm
+    assert algorithm.policy.strength == 2.0
+    turns = load_config(tmp_path / "run.yaml", ["algorithm.policy=my_package.losses:MyTurnLoss"]).algorithm.policy
+    whole = Segments(torch.tensor([0, 3]), torch.tensor([0, 2, 3]), torch.zeros(1, dtype=torch.int64), None)
+    for policy in (algorithm.policy, turns):
+        logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+        anchor = torch.tensor([-1.2, -1.0, -0.1])
+        term = policy.loss(PolicyInputs(logprobs, anchor, anchor, torch.ones(3), segments=whole))
+        (gradient,) = torch.autograd.grad(term.loss.sum(), logprobs)
+        assert gradient.isfinite().all() and gradient.abs().min() > 0
