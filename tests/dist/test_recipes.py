@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_rl.config import load_config
 from tests.dist.pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,6 +100,16 @@ def test_recipe(ranks: RankPool, base: Path, tmp_path: Path, recipe: str) -> Non
     assert bad == {}
     assert rows[-1]["actor/stepped"] == 1 and rows[-1]["actor/grad_norm"] > 0
     assert (tmp_path / "run/export-critic").exists() == config.algorithm.needs_critic
+
+
+def test_methods_from_outside_train(ranks: RankPool, base: Path, tmp_path: Path) -> None:
+    """A loss and an estimator that live in a test file, named in the configuration; the package knows neither."""
+    mine = "tests.unit.methods_of_my_own"
+    changes = [f"algorithm.policy={mine}:TurnSquared", f"algorithm.estimator={mine}:GroupMedian", f"output={tmp_path}"]
+    config = load_config(base, [*changes, "algorithm.policy.strength=0.1", "algorithm.anchor=recompute"])
+    rows, moved = ranks.run(run_recipe, 2, config)[0]
+    assert set(moved) == {"actor"} and moved["actor"] > 1e-5
+    assert len(rows) == 2 and rows[-1]["actor/stepped"] == 1 and all(math.isfinite(v) for v in rows[-1].values())
 
 
 def run_vpo(config) -> tuple[dict[str, float], bool]:
