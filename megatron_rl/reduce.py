@@ -55,20 +55,3 @@ def from_last(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if group.size() > 1:
         dist.broadcast(tensor, dist.get_global_rank(group, group.size() - 1), group=group)
     return tensor
-
-
-def agree(flag: bool, device: torch.device) -> bool:
-    """Whether any rank of the world says so."""
-    if dist.get_world_size() == 1:
-        return flag
-    vote = torch.tensor(int(flag), device=device)
-    dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-    return bool(vote.item())
-
-
-def same_everywhere(value: object) -> object:
-    """Rank 0's `value` (small, picklable) on every rank."""
-    box = [value]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, src=0)
-    return box[0]

@@ -42,11 +42,6 @@ class PackLayout:
     position: np.ndarray
     """int64 [S]: position inside the segment, going on over the padding that follows a sequence."""
 
-    @property
-    def max_seqlen(self) -> int:
-        """Longest padded segment, tokens."""
-        return int(np.diff(self.cu_seqlens).max())
-
     def gather(self, values: np.ndarray, fill: float) -> np.ndarray:
         """`values` [T', …] of the stream at each position, `fill` at padding: [S, …] of the same dtype."""
         out = np.full((self.length, *values.shape[1:]), fill, values.dtype)

@@ -118,19 +118,17 @@ def length_adaptive_lambda(lengths: Tensor, gamma: float, alpha: float) -> Tenso
 
 
 @torch.no_grad()
-def whiten(advantages: Tensor, global_moments: Moments | None = None, eps: float = 1e-8) -> Tensor:
+def whiten(advantages: Tensor, eps: float = 1e-8) -> Tensor:
     """Ã = (A - mean)/sqrt(var + ε), with the population variance, formed in float64.
 
-    Done once per rollout batch, over all policy-loss decisions of the *global* batch; never applied to critic targets.
+    Applied once per rollout batch to all decisions of the policy loss, never to critic targets.
 
     Args:
-        advantages: `[D]`.
-        global_moments: of all ranks (`numerics.moments` of each shard, gathered, then `numerics.merge_moments`); None:
-            of `advantages` alone.
+        advantages: `[D]` of the *global* batch.
     Returns:
         `[D]`, dtype of `advantages`. Zero variance gives zeros.
     """
-    stats = moments(advantages) if global_moments is None else global_moments
+    stats = moments(advantages)
     whitened = (advantages.double() - stats.mean) / (stats.variance + eps).sqrt()
     return whitened.to(advantages.dtype)
 

@@ -14,22 +14,13 @@ from torch import Tensor
 
 from megatron_rl.objectives.divergence import estimate
 from megatron_rl.objectives.numerics import check_same_shape, widen
-from megatron_rl.objectives.policy import PolicyLoss
 
 
 @torch.no_grad()
-def mean_sums(values: Tensor, keep: Tensor | None = None) -> Tensor:
-    """(Σ values, count) over the kept entries; bool values give a fraction."""
-    values = (values if keep is None else values[keep]).double()
+def mean_sums(values: Tensor) -> Tensor:
+    """(Σ values, count); the mean of bool values is a fraction."""
+    values = values.double()
     return torch.stack((values.sum(), values.new_tensor(float(values.numel()))))
-
-
-def clip_fractions(result: PolicyLoss, keep: Tensor | None = None) -> dict[str, Tensor]:
-    """Fraction cut on either side of the ratio, over the entries of the masks (decisions, turns or sequences)."""
-    return {
-        "clip_low": mean_sums(result.clipped_low, keep),
-        "clip_high": mean_sums(result.clipped_high, keep),
-    }
 
 
 @torch.no_grad()

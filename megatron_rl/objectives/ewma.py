@@ -13,9 +13,6 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError
 
-DEFAULT_DECAY = 0.889
-"""Centre of mass 8: the 8 minibatches of the reference code (uncertain as the paper's number)."""
-
 
 @torch.no_grad()
 def ewma_update(z: float, decay: float, average: Sequence[Tensor], weights: Sequence[Tensor]) -> float:

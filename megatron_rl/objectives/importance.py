@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl.errors import ConfigError
 from megatron_rl.objectives.divergence import estimate
 from megatron_rl.objectives.numerics import LOG_RATIO_LIMIT, bounded_exp, check_same_shape, widen
-from megatron_rl.objectives.segments import SegmentSum, local_segment_sum, repeat, segment_all, segment_mean
+from megatron_rl.objectives.segments import local_segment_sum, repeat, segment_all, segment_mean
 
 
 @torch.no_grad()
@@ -30,15 +30,15 @@ def truncated_weights(log_ratio: Tensor, cap: float) -> Tensor:
 
 
 @torch.no_grad()
-def product_log_weights(log_ratio: Tensor, offsets: Tensor, segment_sum: SegmentSum = local_segment_sum) -> Tensor:
+def product_log_weights(log_ratio: Tensor, offsets: Tensor) -> Tensor:
     """Σ_j log ρ_j per sequence or turn, `[S]`, unbounded; 0 for an empty one. Exponentiate with `truncated_weights`."""
-    return segment_sum(widen(log_ratio), offsets)
+    return local_segment_sum(widen(log_ratio), offsets)
 
 
 @torch.no_grad()
-def geometric_weights(log_ratio: Tensor, offsets: Tensor, segment_sum: SegmentSum = local_segment_sum) -> Tensor:
+def geometric_weights(log_ratio: Tensor, offsets: Tensor) -> Tensor:
     """exp(mean_j log ρ_j) per sequence or turn, `[S]`; 1 for an empty one."""
-    return bounded_exp(segment_mean(log_ratio, offsets, segment_sum))
+    return bounded_exp(segment_mean(log_ratio, offsets))
 
 
 @torch.no_grad()
@@ -66,10 +66,9 @@ def keep_sequences_by_mean(
     estimator: str,
     maximum: float,
     minimum: float = -math.inf,
-    segment_sum: SegmentSum = local_segment_sum,
 ) -> Tensor:
     """Rejection per sequence on the mean of an estimator over its decisions: bool `[B]`; an empty one has mean 0."""
-    value = segment_mean(estimate(-widen(log_ratio), estimator), offsets, segment_sum)
+    value = segment_mean(estimate(-widen(log_ratio), estimator), offsets)
     return (value >= minimum) & (value <= maximum)
 
 
@@ -80,26 +79,20 @@ def keep_sequences_by_extremes(
     estimator: str,
     maximum: float,
     minimum: float = -math.inf,
-    segment_sum: SegmentSum = local_segment_sum,
 ) -> Tensor:
     """Rejection per sequence on its largest (and smallest) estimate: bool `[B]`, true for an empty one."""
-    return segment_all(keep_tokens(log_ratio, estimator, maximum, minimum), offsets, segment_sum)
+    return segment_all(keep_tokens(log_ratio, estimator, maximum, minimum), offsets)
 
 
 @torch.no_grad()
-def veto(log_ratio: Tensor, offsets: Tensor, floor: float, segment_sum: SegmentSum = local_segment_sum) -> Tensor:
+def veto(log_ratio: Tensor, offsets: Tensor, floor: float) -> Tensor:
     """Which sequences have no ρ below `floor`: bool `[B]`. Compared in log space, so a floor below exp(-20) works."""
-    return segment_all(widen(log_ratio) >= math.log(floor), offsets, segment_sum)
+    return segment_all(widen(log_ratio) >= math.log(floor), offsets)
 
 
 def staleness(versions: Tensor, train_version: int) -> Tensor:
     """Updates between sampling and training, int64 `[D]`: a trajectory can span weight versions."""
     return train_version - versions.long()
-
-
-def fresh_tokens(versions: Tensor, train_version: int, maximum: int) -> Tensor:
-    """Which decisions are at most `maximum` updates old: bool `[D]`; `segments.segment_all` gives whole sequences."""
-    return staleness(versions, train_version) <= maximum
 
 
 @torch.no_grad()
@@ -109,7 +102,6 @@ def keep_by_staleness(
     maximum: int,
     offsets: Tensor,
     rule: Literal["drop", "mask", "keep"],
-    segment_sum: SegmentSum = local_segment_sum,
 ) -> Tensor:
     """Which decisions stay, bool `[D]`; the others are removed before counting.
 
@@ -120,9 +112,9 @@ def keep_by_staleness(
     Raises:
         ConfigError: unknown rule.
     """
-    fresh = fresh_tokens(versions, train_version, maximum)
+    fresh = staleness(versions, train_version) <= maximum
     if rule == "drop":
-        return repeat(segment_all(fresh, offsets, segment_sum), offsets, total=fresh.numel())
+        return repeat(segment_all(fresh, offsets), offsets, total=fresh.numel())
     if rule in ("mask", "keep"):
         return fresh if rule == "mask" else torch.ones_like(fresh)
     raise ConfigError(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.objectives.numerics import bounded_exp, check_same_shape, widen
-from megatron_rl.objectives.segments import SegmentSum, local_segment_sum, repeat, segment_mean
+from megatron_rl.objectives.segments import local_segment_sum, repeat, segment_mean
 
 
 class PolicyLoss(NamedTuple):
@@ -82,7 +82,6 @@ def gspo(
     offsets: Tensor,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
-    segment_sum: SegmentSum = local_segment_sum,
 ) -> PolicyLoss:
     """PPO clipping of the sequence ratio s = exp(mean_j ℓ_j) (GSPO, 2507.18071); all fields `[B]`.
 
@@ -90,7 +89,7 @@ def gspo(
         log_ratio: `[D]`.
         sequence_advantages: `[B]`.
     """
-    return ppo_clip(segment_mean(log_ratio, offsets, segment_sum), sequence_advantages, clip_low, clip_high)
+    return ppo_clip(segment_mean(log_ratio, offsets), sequence_advantages, clip_low, clip_high)
 
 
 def gspo_token(
@@ -99,14 +98,13 @@ def gspo_token(
     offsets: Tensor,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
-    segment_sum: SegmentSum = local_segment_sum,
 ) -> PolicyLoss:
     """GSPO with an advantage per decision: PPO clipping of sg(s)·π_θ/sg(π_θ); all fields `[D]`.
 
     The ratio's value is the sequence's, its gradient the decision's own. Advantages `[D]`.
     """
     log_ratio = widen(log_ratio)
-    sequence = segment_mean(log_ratio.detach(), offsets, segment_sum)
+    sequence = segment_mean(log_ratio.detach(), offsets)
     own = log_ratio - log_ratio.detach()
     return ppo_clip(repeat(sequence, offsets, total=own.numel()) + own, advantages, clip_low, clip_high)
 
@@ -116,7 +114,6 @@ def gmpo(
     sequence_advantages: Tensor,
     offsets: Tensor,
     log_clip: float = 0.4,
-    segment_sum: SegmentSum = local_segment_sum,
 ) -> PolicyLoss:
     """-A exp(mean_j sgn(A)·min(sgn(A) ℓ_j, sgn(A) clip(ℓ_j, ±c))) per sequence (GMPO, 2507.20673).
 
@@ -133,7 +130,7 @@ def gmpo(
     high = (signs > 0) & (log_ratio > log_clip)
     low = (signs < 0) & (log_ratio < -log_clip)
     bounded = torch.where(high, log_clip, torch.where(low, -log_clip, log_ratio))
-    geometric = bounded_exp(segment_mean(bounded, offsets, segment_sum))
+    geometric = bounded_exp(segment_mean(bounded, offsets))
     check_same_shape(sequences=geometric, sequence_advantages=advantages)
     return PolicyLoss(-advantages * geometric, low, high)
 
@@ -183,7 +180,6 @@ def turn_ppo(
     turn_advantages: Tensor,
     turn_offsets: Tensor,
     clip: float = 0.2,
-    segment_sum: SegmentSum = local_segment_sum,
 ) -> PolicyLoss:
     """PPO clipping of the turn ratio w = exp(Σ_j ℓ_j), once per turn (Turn-PPO, 2512.17008); all fields `[K]`.
 
@@ -191,7 +187,7 @@ def turn_ppo(
         log_ratio: `[D]`.
         turn_advantages: `[K]` of `advantages.turn_gae`.
     """
-    return ppo_clip(segment_sum(widen(log_ratio), turn_offsets), turn_advantages, clip, clip)
+    return ppo_clip(local_segment_sum(widen(log_ratio), turn_offsets), turn_advantages, clip, clip)
 
 
 def turn_is(
@@ -199,14 +195,13 @@ def turn_is(
     turn_advantages: Tensor,
     turn_offsets: Tensor,
     clip: float = 0.2,
-    segment_sum: SegmentSum = local_segment_sum,
 ) -> PolicyLoss:
     """PPO clipping of w = exp(mean_j ℓ_j) with one advantage per turn (the "Turn-PPO" of 2511.20718); all fields `[K]`.
 
     Whether the paper averages the token GAE advantages over the turn (`segments.segment_mean`, this function) or keeps
     one per decision (`turn_is_per_decision`) is uncertain.
     """
-    return ppo_clip(segment_mean(log_ratio, turn_offsets, segment_sum), turn_advantages, clip, clip)
+    return ppo_clip(segment_mean(log_ratio, turn_offsets), turn_advantages, clip, clip)
 
 
 def turn_is_per_decision(
@@ -214,10 +209,9 @@ def turn_is_per_decision(
     advantages: Tensor,
     turn_offsets: Tensor,
     clip: float = 0.2,
-    segment_sum: SegmentSum = local_segment_sum,
 ) -> PolicyLoss:
     """As `turn_is`, with the decision's own advantage `[D]`: one turn ratio, clipped per decision; all fields `[D]`."""
-    turns = segment_mean(log_ratio, turn_offsets, segment_sum)
+    turns = segment_mean(log_ratio, turn_offsets)
     return ppo_clip(repeat(turns, turn_offsets, total=log_ratio.numel()), advantages, clip, clip)
 
 

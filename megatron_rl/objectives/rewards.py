@@ -12,20 +12,6 @@ from megatron_rl.objectives.numerics import check_same_shape, widen
 from megatron_rl.objectives.segments import last_positions
 
 
-def decision_positions(action_mask: Tensor) -> Tensor:
-    """Raw position q_j of each decision: int64 `[D]` from a bool `[T]` mask (one trajectory, or a flat batch).
-
-    The log-prob, the entropy and the value of decision j are read at q_j - 1, the position whose logits predict it.
-    """
-    return action_mask.bool().nonzero().squeeze(-1)
-
-
-def decision_offsets(action_mask: Tensor, token_offsets: Tensor) -> Tensor:
-    """Decision offsets int64 `[B+1]` of a flat batch: `action_mask` `[T]` cut by `token_offsets` `[B+1]`."""
-    counts = torch.cat((action_mask.new_zeros(1, dtype=torch.int64), action_mask.long().cumsum(0)))
-    return counts[token_offsets]
-
-
 def place_rewards(
     terminal: Tensor,
     offsets: Tensor,
@@ -101,14 +87,6 @@ def overlong_filter(overlong: Tensor, has_bootstrap: Tensor) -> tuple[Tensor, Te
     """
     check_same_shape(overlong=overlong, has_bootstrap=has_bootstrap)
     return ~overlong, ~overlong | has_bootstrap
-
-
-def boundary_positions(token_lengths: Tensor, boundary_lengths: Tensor) -> Tensor:
-    """Where V(s_boundary) is read: the last visible token of each trajectory followed by its boundary tokens.
-
-    Both int64 `[B]`; position N + n - 1 within the trajectory: the last boundary token, else the last raw token.
-    """
-    return token_lengths + boundary_lengths - 1
 
 
 def successor_values(

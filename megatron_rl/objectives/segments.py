@@ -11,15 +11,11 @@ groups:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from megatron_rl.errors import RolloutError
 from megatron_rl.objectives.numerics import widen
-
-SegmentSum = Callable[[Tensor, Tensor], Tensor]
 
 
 def local_segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
@@ -31,16 +27,16 @@ def local_segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     return sums.to(widen(values).dtype) if values.is_floating_point() else sums
 
 
-def segment_mean(values: Tensor, offsets: Tensor, segment_sum: SegmentSum = local_segment_sum) -> Tensor:
-    """Mean over each segment, `[D]` -> `[S]`; 0 for an empty segment. One call of `segment_sum`."""
+def segment_mean(values: Tensor, offsets: Tensor) -> Tensor:
+    """Mean over each segment, `[D]` -> `[S]`; 0 for an empty segment."""
     values = widen(values)
-    sums, counts = segment_sum(torch.stack((values, torch.ones_like(values)), dim=-1), offsets).unbind(-1)
+    sums, counts = local_segment_sum(torch.stack((values, torch.ones_like(values)), dim=-1), offsets).unbind(-1)
     return sums / counts.clamp(min=1)
 
 
-def segment_all(mask: Tensor, offsets: Tensor, segment_sum: SegmentSum = local_segment_sum) -> Tensor:
+def segment_all(mask: Tensor, offsets: Tensor) -> Tensor:
     """Whether `mask` (bool `[D]`) holds everywhere in each segment: bool `[S]`, true for an empty one."""
-    return segment_sum((~mask).double(), offsets) == 0
+    return local_segment_sum((~mask).double(), offsets) == 0
 
 
 def repeat(per_segment: Tensor, offsets: Tensor, total: int | None = None) -> Tensor:
