@@ -1,12 +1,6 @@
 """Sums, means and copies over the segments (sequences or turns) of a flat timeline.
 
-A segment is `[offsets[i], offsets[i+1])`; empty segments are allowed everywhere. Functions that reduce take a
-`segment_sum` callable, so that a sequence split over context-parallel ranks can be summed by whoever owns the process
-groups:
-
-* `segment_sum(values [D] or [D, n], offsets [S+1]) -> [S] or [S, n]` returns sums over the *whole* segment, on every
-  rank;
-* it must be differentiable, its backward adding the gradients of all ranks that share the segment.
+Segment i is `[offsets[i], offsets[i+1])` with `offsets` int64 `[S+1]`; empty segments are allowed everywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ from megatron_rl.objectives.numerics import widen
 
 
 def local_segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
-    """Sum over each segment of this rank: `[D]` or `[D, n]` -> `[S]` or `[S, n]`, 0 for an empty one.
+    """Sum over each segment: `[D]` or `[D, n]` -> `[S]` or `[S, n]`, 0 for an empty one; differentiable.
 
     Accumulates in float64 and in a fixed order; returns at least float32 (float64 for bool and integers).
     """
@@ -43,7 +37,7 @@ def repeat(per_segment: Tensor, offsets: Tensor, total: int | None = None) -> Te
     """Copy a value per segment to each of its entries: `[S]` -> `[D]`, differentiable.
 
     Args:
-        total: D, if the caller knows it; spares a device synchronisation.
+        total: D, if the caller knows it; saves a device synchronisation.
     Raises:
         RolloutError: `per_segment` and `offsets` disagree on S.
     """
@@ -62,8 +56,8 @@ def last_positions(offsets: Tensor) -> Tensor:
 def compact(keep: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Remove entries from a timeline: (positions int64 `[D']` of the kept ones, their offsets `[S+1]`).
 
-    Indexing with `positions` is how removed values stay out of sequence means and losses: no product with a mask,
-    hence no NaN from them, forward or backward.
+    Values are removed by indexing with `positions` and not by a product with a mask, since 0·NaN is NaN in the sum and
+    in the gradient.
     """
     counts = torch.cat((keep.new_zeros(1, dtype=torch.int64), keep.long().cumsum(0)))
     return keep.nonzero().squeeze(-1), counts[offsets]
