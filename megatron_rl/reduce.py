@@ -1,10 +1,11 @@
-"""Every collective that is ours. Groups are arguments; nothing here knows a model or a configuration.
+"""Reductions over ranks: sums, and one flat vector of what a forward reads that every rank holds.
 
-What a forward reads is a few floats per decision, while tokens, activations and weights are large. So each step's
-decision-level results are summed into one flat vector that every rank holds (a slot is read by exactly one
-context-parallel
-rank of one replica, all others add 0). Whitening, loss weights, sequence ratios and effective sample sizes are then
-plain functions of whole-batch vectors, the same bits on every rank and in every layout.
+A forward yields a few floats per decision, which are small beside tokens, activations and weights. The parts that
+ranks read are therefore summed into one vector with a slot per decision: exactly one context-parallel rank of one
+replica reads a slot, all others add 0. Whitening, loss weights, sequence ratios and effective sample sizes are then
+plain functions of whole-batch vectors, with the same bits on every rank.
+
+Process groups are arguments; nothing here depends on a model or a configuration.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ def gather_slots(
     """One flat vector of all slots from the parts that ranks of the last pipeline stage read.
 
     Args:
-        slots: int64 [n] slots this rank read.
-        values: [c, n] what it read, float32 or float64.
+        slots: int64 [n], slots this rank read.
+        values: float32 or float64 [c, n], the c quantities it read at each of them.
         total: number of slots.
         data_group: data- and context-parallel ranks of a stage.
-        pipeline_group: the stages; its last rank holds values.
+        pipeline_group: ranks of the pipeline stages; only the last one's values are used.
         has_values: whether this rank is on the last stage.
 
     Returns:
@@ -51,24 +52,7 @@ def gather_slots(
 
 
 def from_last(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Copy the last rank's `tensor` to all ranks of a group, in place; returns it."""
+    """Broadcast the last rank's `tensor` to all ranks of a group, in place; returns it."""
     if group.size() > 1:
         dist.broadcast(tensor, dist.get_global_rank(group, group.size() - 1), group=group)
     return tensor
-
-
-def agree(flag: bool, device: torch.device) -> bool:
-    """Whether any rank of the world says so."""
-    if dist.get_world_size() == 1:
-        return flag
-    vote = torch.tensor(int(flag), device=device)
-    dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-    return bool(vote.item())
-
-
-def same_everywhere(value: object) -> object:
-    """Rank 0's `value` (small, picklable) on every rank."""
-    box = [value]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, src=0)
-    return box[0]

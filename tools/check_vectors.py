@@ -1,7 +1,8 @@
 """Check the objectives against a file of reference values.
 
 A case names the mathematics it covers, its inputs and the expected outputs; lists are flattened over sequences. Every
-case is computed through the public functions of `megatron_rl.objectives`, in float64 and in float32.
+case is computed through the public functions of `megatron_rl.objectives` (and `megatron_rl.batching` where it asks for
+positions of decisions), in float64 and in float32.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import torch
 import typer
 from rich.console import Console
@@ -21,6 +23,7 @@ from torch import Tensor
 # Runs from a checkout without installing it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.batching import actor_stream  # noqa: E402
 from megatron_rl.objectives import advantages as adv  # noqa: E402
 from megatron_rl.objectives import aggregation, diagnostics, divergence, groups, importance, policy, rewards, value  # noqa: E402
 from megatron_rl.objectives.ewma import ewma_update  # noqa: E402
@@ -97,7 +100,7 @@ def gae_turn(i: Inputs) -> Outputs:
 
 def whiten(i: Inputs) -> Outputs:
     stats = merge_moments(moments(part) for part in i.advantages.split(i.shards.long().tolist()))
-    return {"mean": stats.mean, "var": stats.variance, "whitened": adv.whiten(i.advantages, stats, i.eps)}
+    return {"mean": stats.mean, "var": stats.variance, "whitened": adv.whiten(i.advantages, i.eps)}
 
 
 def policy_losses(i: Inputs) -> Outputs:
@@ -200,7 +203,7 @@ def ewma(i: Inputs) -> Outputs:
 
 
 def reward_placement(i: Inputs) -> Outputs:
-    positions = rewards.decision_positions(i.action_mask)
+    positions = _decision_positions(i.action_mask)
     offsets = torch.tensor([0, positions.numel()])
     starts = torch.cat((torch.ones(1), positions.diff())) != 1
     turns = torch.cat((offsets[:1], starts.nonzero().squeeze(-1), offsets[1:]))
@@ -208,6 +211,13 @@ def reward_placement(i: Inputs) -> Outputs:
     placed = rewards.place_rewards(terminal, offsets, i.turn_rewards, turns)
     shaped = rewards.shape_with_kl(placed, i.behavior_logprobs, i.reference_logprobs, i.kl_beta)
     return {"decision_positions": positions, "rewards": shaped}
+
+
+def _decision_positions(action_mask: Tensor) -> Tensor:
+    """int64 `[D]`: a decision's log-prob is read one position before it in the policy's token stream."""
+    mask = action_mask.bool().numpy()
+    stream = actor_stream(np.zeros(len(mask), np.int32), np.array([0, len(mask)]), mask)
+    return torch.from_numpy(np.flatnonzero(stream.reads >= 0) + 1)
 
 
 def ewma_decoupled_loss(i: Inputs) -> Outputs:

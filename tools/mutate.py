@@ -77,7 +77,8 @@ FAULTS = (
         "whitening: over this rank's share",
         "training/score.py",
         "whiten(advantages[kept])",
-        "whiten(advantages[kept], moments(advantages[kept][models.topology.dp_rank :: models.topology.dp]))",
+        "(lambda all_ranks, own: (all_ranks - own.mean()) / (own.var(correction=0) + 1e-8).sqrt())"
+        "(advantages[kept], advantages[kept][models.topology.dp_rank :: models.topology.dp])",
         LAYOUT.format("dp4"),
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""Which token sits where: streams of what is fed and read, micro-batch plans, and the layout of one micro-batch."""
+"""Positions of tokens: input streams and what is read from them, micro-batch plans, the layout of a micro-batch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where every token of one micro-batch sits: one index map for tokens, labels, routes, masks and results.
+"""The position of every token of one micro-batch: one index map for tokens, labels, routes, masks and results.
 
-Axis S is the padded micro-batch. Context parallelism of size `cp` cuts it in zigzag chunks per segment (S/cp a rank),
-sequence parallelism of size `tp` cuts what is left in contiguous slices (S/cp/tp a rank).
+Axis S is the padded micro-batch. Context parallelism of size `cp` cuts each segment into zigzag chunks (S/cp tokens a
+rank); sequence parallelism of size `tp` cuts such a shard into contiguous slices (S/cp/tp tokens a rank).
 
 Invariants:
 
@@ -17,11 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from megatron_rl.batching.streams import TokenStream
 from megatron_rl.errors import ConfigError
+
+_N = TypeVar("_N", int, np.ndarray)
 
 PAD_SEGMENT = 128
 """Padding-only segments are about this long at most, tokens: attention over a segment of n costs n²."""
@@ -40,12 +43,7 @@ class PackLayout:
     source: np.ndarray
     """int64 [S]: index into the stream's flat arrays, -1 at padding."""
     position: np.ndarray
-    """int64 [S]: position inside the segment, going on over the padding that follows a sequence."""
-
-    @property
-    def max_seqlen(self) -> int:
-        """Longest padded segment, tokens."""
-        return int(np.diff(self.cu_seqlens).max())
+    """int64 [S]: position inside the segment, continuing over the padding that follows a sequence."""
 
     def gather(self, values: np.ndarray, fill: float) -> np.ndarray:
         """`values` [T', …] of the stream at each position, `fill` at padding: [S, …] of the same dtype."""
@@ -72,17 +70,17 @@ class PackLayout:
 
 
 def segment_multiple(cp: int) -> int:
-    """What every segment's length divides by: 2·cp, so that zigzag chunks are equal; 1 without context parallelism."""
+    """What divides every segment's length: 2·cp, so that zigzag chunks are equal; 1 without context parallelism."""
     return 2 * cp if cp > 1 else 1
 
 
 def length_multiple(cp: int, tp: int) -> int:
-    """What a micro-batch's length divides by, so that every context shard splits evenly over `tp` ranks."""
+    """What divides a micro-batch's length, so that every context shard splits evenly over `tp` ranks."""
     return segment_multiple(cp) * tp
 
 
-def round_up(n: int, multiple: int) -> int:
-    """Smallest multiple of `multiple` that is at least n."""
+def round_up(n: _N, multiple: int) -> _N:
+    """Smallest multiple of `multiple` that is at least n, an integer or an array of integers."""
     return -(-n // multiple) * multiple
 
 
@@ -111,7 +109,7 @@ def build_layout(
             if `length` is a multiple of it.
 
     Raises:
-        ConfigError: `length` or `pad_each_to` does not divide as needed, or is too short.
+        ConfigError: `length` or `pad_each_to` is not such a multiple, or is too short.
     """
     rows = tuple(int(row) for row in rows)
     counts = stream.lengths[np.asarray(rows, np.int64)]
@@ -149,7 +147,8 @@ def segment_lengths(lengths: np.ndarray, cp: int, pad_each_to: int | None = None
 def context_positions(cu_seqlens: np.ndarray, cp: int, rank: int) -> np.ndarray:
     """int64 [S/cp]: positions of the micro-batch that context rank `rank` holds, in the order it holds them.
 
-    Each segment is cut in 2·cp chunks; rank r holds chunk r, then chunk 2·cp-1-r, which evens out causal attention.
+    Each segment is cut into 2·cp chunks; rank r holds chunk r, then chunk 2·cp-1-r, so that all ranks have as much
+    causal attention to compute.
 
     Args:
         cu_seqlens: int [n+1], as in `PackLayout`.

@@ -8,11 +8,11 @@ Invariants:
   multiple of 2·cp·tp (of tp when cp is 1).
 * M is at most twice the smallest possible one, rounded up to `count_multiple`.
 * While the budget does not bind, the costliest rank costs at most 4/3 of the best possible (Graham 1969).
-* A rank's micro-batches are in order of falling cost: expert parallelism makes data ranks wait for each other within
-  micro-batch m, so those of equal index should be alike.
-* The plan is a function of the arguments alone: all ranks work out the same one without talking.
+* A rank's micro-batches are in order of falling cost: under expert parallelism data ranks wait for each other within a
+  micro-batch, so that those of equal index should cost alike.
+* The plan is a function of the arguments alone: all ranks compute the same one without communication.
 
-Minibatches (`split_minibatches`) have each row once, and their sizes differ by at most one.
+Minibatches (`split_minibatches`) hold each row once, and their sizes differ by at most one.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megatron_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a sequence of n tokens costs: linear·n + quadratic·n², in any unit. Both coefficients are at least 0."""
+    """Cost of a sequence of n tokens: linear·n + quadratic·n², in any unit. Both coefficients are at least 0."""
 
     linear: float = 1.0
     quadratic: float = 0.0
 
     @classmethod
     def for_model(cls, *, hidden: int, heads: int, kv_heads: int, head_dim: int, active_ffn: int) -> CostModel:
-        """Forward FLOPs of one decoder layer (two per multiply-add); the number of layers scales both terms alike.
+        """Forward FLOPs of one decoder layer, two per multiply-add; the number of layers scales both terms equally.
 
         Linear, per token: 2·h·d·(2·heads + 2·kv_heads) for the four attention projections and 2·3·h·f for a gated
         MLP. Quadratic, per pair: scores and weighted sum take 2·2·heads·d for each of the n²/2 causal pairs.
@@ -45,8 +45,8 @@ class CostModel:
         Args:
             hidden: h.
             heads, kv_heads, head_dim: query heads, key/value heads and their width d.
-            active_ffn: f, the intermediate width a token passes: top-k · expert width + shared-expert width, or the
-                dense width.
+            active_ffn: f, the intermediate width of one token: top-k · expert width + shared-expert width, or the width
+                of a dense layer.
         """
         projections = 2 * hidden * head_dim * (2 * heads + 2 * kv_heads)
         return cls(linear=float(projections + 6 * hidden * active_ffn), quadratic=float(2 * heads * head_dim))
@@ -58,12 +58,12 @@ class CostModel:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Who computes what in one optimiser step."""
+    """The micro-batches of every data rank in one optimizer step."""
 
     assignment: tuple[tuple[tuple[int, ...], ...], ...]
     """`[data rank][micro-batch]` → rows, ascending; M micro-batches on every rank; an empty tuple is all padding."""
     length: int
-    """S: tokens of every micro-batch of the step, before context parallelism cuts it."""
+    """S: tokens of every micro-batch of the step over all its context shards, padding included."""
 
     @property
     def count(self) -> int:
@@ -85,16 +85,17 @@ def plan_micro_batches(
 ) -> MicroBatchPlan:
     """Spread sequences over data ranks by cost and over micro-batches by tokens.
 
-    Longest first, each row goes to the cheapest rank that has room for it (longest processing time first) and there to
-    the emptiest micro-batch, which keeps S small; where that fails, to the fullest one with room. M starts at the
-    smallest count that could hold all tokens and grows until every row finds a place.
+    Longest first, each row goes to the rank of least cost with room for it (longest processing time first, Graham 1969)
+    and there to the emptiest micro-batch, which keeps S small. Where some row finds no room that way, rows go to the
+    fullest micro-batch with room instead. M starts at the smallest count that could hold all tokens and grows until
+    every row has a place.
 
     Args:
         lengths: int [B], tokens of each sequence of the stream.
         token_budget: tokens of one micro-batch over all its context shards, padding included.
-        data_ranks: number of data-parallel ranks (each with its own model replica's share of the batch).
+        data_ranks: number of data-parallel ranks.
         cp, tp: context- and tensor-parallel sizes.
-        cost: what data ranks are balanced by.
+        cost: quantity in which data ranks are balanced.
         count_multiple: M is a multiple of it (the pipeline size under interleaving).
         rows: the rows to plan (a minibatch), all of them by default.
         pad_each_to: common padded length of every sequence, for unpacked layouts.
@@ -129,9 +130,9 @@ def split_minibatches(
     Args:
         num_rows: B.
         minibatches: number of parts; with more parts than rows the last ones are empty.
-        seed, epoch: at least 0; together they decide the shuffle.
-        keys: B sortable names of the rows, unique (trajectory ids). Given, the split depends on which rows there are
-            and not on the order they arrived in.
+        seed, epoch: at least 0; together they determine the shuffle.
+        keys: B unique, sortable names of the rows (trajectory ids). With them the split depends on the set of rows and
+            not on their order.
 
     Returns:
         `minibatches` arrays int64 of rows, in shuffled order.
@@ -142,7 +143,7 @@ def split_minibatches(
     if minibatches < 1:
         raise ConfigError("no minibatch", found=minibatches, expected="at least 1", setting="algorithm.minibatches")
     canonical = range(num_rows) if keys is None else sorted(range(num_rows), key=keys.__getitem__)
-    # Raw words, not Generator.permutation: numpy promises their stream across versions, and a resume must repeat it.
+    # Raw words, not Generator.permutation: numpy guarantees their stream across versions, and a resume must repeat it.
     words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
     shuffled = np.asarray(canonical, np.int64)[np.argsort(words, kind="stable")]
     return np.array_split(shuffled, minibatches)

@@ -1,10 +1,10 @@
-"""What a model is fed for every sequence of a batch, and which positions are read.
+"""The input tokens of every sequence of a batch, and the positions at which outputs are read.
 
-The log-prob, the entropy and the value of a token come from the logits one position before it (spec §1). That shift is
-stated here, in `_decision_reads`, and nowhere else: everything downstream gathers by `reads` and `labels`.
+The log-prob, the entropy and the value of a token are read at the position before it, whose output predicts it. Only
+`_decision_reads` knows that shift: everything downstream gathers by `reads` and `labels`.
 
-A *slot* is a place in the flat result of a forward: the actor has one per decision; the critic has one per decision,
-then one per sequence for the bootstrap value at a truncation.
+A *slot* is an index into the flat result of a forward pass: the actor has one per decision; the critic has one per
+decision, then one per sequence for the bootstrap value at a truncation.
 
 Invariants:
 
@@ -26,7 +26,7 @@ from megatron_rl.errors import RolloutError
 
 @dataclass(frozen=True, eq=False)
 class TokenStream:
-    """Tokens of B sequences (T' in all, flat, cut by `offsets`) and what is read from their forward."""
+    """Tokens of B sequences, flat, T' in all, and the slot that is read at each."""
 
     tokens: np.ndarray
     """int32 [T']."""
@@ -79,9 +79,9 @@ def critic_stream(
 ) -> TokenStream:
     """The critic's stream: each sequence is its raw tokens, then its boundary tokens. All labels are -1.
 
-    Slots are the D decisions, then B bootstrap values: slot D+b is V(s_boundary) (spec §3), read at the last visible
-    token of sequence b where `truncated[b]`, not read elsewhere. A truncated sequence whose boundary is unknown must
-    be passed with `truncated` False unless its last raw token is to stand for the boundary.
+    Slots are the D decisions, then B bootstrap values: slot D+b is V(s_boundary), the value at the last visible token
+    of sequence b, and is read where `truncated[b]` only. Pass a truncated sequence of unknown boundary with `truncated`
+    False, unless its last raw token is to be taken for the boundary.
 
     Args:
         tokens, offsets, action_mask: as in `actor_stream`.

@@ -1,6 +1,6 @@
 """Advantages and returns from a critic: GAE on decisions or on turns, whitening, and the EVPO switch.
 
-Values come from the critic frozen before the update. Nothing here carries gradients.
+Values are those of the critic before the update. Nothing here carries gradients.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (1506.02438), decoupled for actor and critic (VC-PPO, 2503.01491).
 
-    δ_j = u_j + γ V_{j+1} - V_j with V_J the successor value; A_j = δ_j + γλ A_{j+1}; G_j = A_j(λ_critic) + V_j. Only
-    decisions tick γ and λ: V_{j+1} is the value at the next decision, never on an observation token.
+    δ_j = u_j + γ V_{j+1} - V_j with V_J the successor value; A_j = δ_j + γλ A_{j+1}; G_j = A_j(λ_critic) + V_j. γ and λ
+    apply once per decision: V_{j+1} is the value at the next decision, never at an observation token.
 
     Args:
         rewards, values: `[D]`.
@@ -118,37 +118,34 @@ def length_adaptive_lambda(lengths: Tensor, gamma: float, alpha: float) -> Tenso
 
 
 @torch.no_grad()
-def whiten(advantages: Tensor, global_moments: Moments | None = None, eps: float = 1e-8) -> Tensor:
+def whiten(advantages: Tensor, eps: float = 1e-8) -> Tensor:
     """Ã = (A - mean)/sqrt(var + ε), with the population variance, formed in float64.
 
-    Done once per rollout batch, over all policy-loss decisions of the *global* batch; never applied to critic targets.
+    Applied once per rollout batch to all decisions of the policy loss, never to critic targets.
 
     Args:
-        advantages: `[D]`.
-        global_moments: of all ranks (`numerics.moments` of each shard, gathered, then `numerics.merge_moments`); None:
-            of `advantages` alone.
+        advantages: `[D]` of the *global* batch.
     Returns:
         `[D]`, dtype of `advantages`. Zero variance gives zeros.
     """
-    stats = moments(advantages) if global_moments is None else global_moments
-    whitened = (advantages.double() - stats.mean) / (stats.variance + eps).sqrt()
-    return whitened.to(advantages.dtype)
+    batch = moments(advantages)
+    return ((advantages.double() - batch.mean) / (batch.variance + eps).sqrt()).to(advantages.dtype)
 
 
 @torch.no_grad()
 def evpo(
     critic_advantages: Tensor, returns: Tensor, return_moments: Moments, residual_moments: Moments
 ) -> tuple[Tensor, Tensor]:
-    """EVPO (2604.19485): the critic's advantages while it explains variance, else G - mean(G).
+    """EVPO (2604.19485): the critic's advantages if its explained variance is positive, else G - mean(G).
 
-    The critic trains either way.
+    The critic is trained in both cases.
 
     Args:
         critic_advantages: `[D]`.
         returns: Monte-Carlo returns G `[D]`.
         return_moments, residual_moments: of G and of G - V over the global batch.
     Returns:
-        (advantages `[D]`, explained variance, float64 scalar; Var(G) = 0 counts as 0, hence as "explains nothing").
+        (advantages `[D]`, explained variance, float64 scalar, 0 if Var(G) = 0).
     """
     check_same_shape(critic_advantages=critic_advantages, returns=returns)
     explained = explained_variance(return_moments, residual_moments)

@@ -1,11 +1,11 @@
-"""Loss weights: the one place where means are turned into sums.
+"""Loss weights, by which the mean of an aggregation rule becomes a weighted sum.
 
-Every decision gets a weight computed once per optimiser step from counts of the *global* batch; the loss is Σ w ℓ,
-gradients are summed over micro-batches and ranks, and nothing divides again. Hence loss and gradients do not depend on
+Every decision gets a weight w, computed once per optimizer step from counts of the *global* batch. The loss is Σ w ℓ;
+gradients are summed over micro-batches and ranks and divided by nothing, so that loss and gradients do not depend on
 the layout.
 
-Removed decisions and sequences (rejection, veto, staleness, outcomes, overlong) are not in the counts. Zero importance
-weights are.
+Removed decisions and sequences (rejection, veto, staleness, outcomes, overlong) are not counted; decisions with an
+importance weight of 0 are.
 
 | rule | weight of a decision of sequence i |
 |---|---|
@@ -35,14 +35,14 @@ Rule = Literal["token_mean", "sequence_mean", "sequence_sum_mean", "prompt_mean"
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """Counts over all data ranks of one optimiser step, after removal."""
+    """Counts over all data ranks of one optimizer step, after removal."""
 
     decisions: int
-    """ΣJ_i. Zero: no step is taken at all."""
+    """ΣJ_i. If it is 0, no optimizer step is taken."""
     sequences: int
     """B₊: sequences with J_i > 0."""
     prompts: int = 0
-    """P: prompts with at least one such sequence. Read by `prompt_mean`."""
+    """P: prompts with at least one such sequence. Used by `prompt_mean`."""
 
 
 def count(lengths: Tensor, prompt_ids: Tensor | None = None) -> tuple[GlobalCounts, Tensor]:
@@ -72,7 +72,7 @@ def sequence_weights(
 
     Args:
         rule: a row of the table above.
-        lengths: J_i, kept decisions of the *whole* sequence (all context-parallel parts), int64 `[B]` of this rank.
+        lengths: J_i, kept decisions of each sequence, int64 `[B]`.
         counts: of the global batch; the policy's or the critic's own.
         prompt_sizes: n_p `[B]`, for `prompt_mean`.
         constant: C > 0, for `constant` (Dr.GRPO: B·L_max; DRPO: number of prompts).
@@ -107,12 +107,12 @@ def decision_weights(per_sequence: Tensor, offsets: Tensor, keep: Tensor | None 
 
 
 def weighted_sum(losses: Tensor, weights: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Σ w ω ℓ, a scalar of the losses' dtype; what stands where w = 0 is never looked at, NaN included.
+    """Σ w ω ℓ, a scalar of the losses' dtype. Entries with w = 0 add nothing to it or its gradient, even if NaN.
 
     Args:
         losses: ℓ `[D]`, carries gradients.
         weights: loss weights w `[D]`.
-        importance: ω `[D]`, detached here; for the policy term only (after dual clip), never for value, KL or entropy.
+        importance: ω `[D]`, detached here; for the policy loss only (after dual clip), never for value, KL or entropy.
     """
     check_same_shape(losses=losses, weights=weights)
     losses, counted = widen(losses), weights != 0

@@ -1,7 +1,7 @@
-"""What a run should watch, as pure sums.
+"""Diagnostics of policy and sampler, as sums that can be added over micro-batches and ranks.
 
-Unless said otherwise a result is a float64 tensor `[..., 2]` of (numerator, denominator): add it over micro-batches
-and ranks, then `importance.ratio`. Sums, never means of means.
+Unless stated otherwise a result is a float64 tensor `[..., 2]` of (numerator, denominator): add the parts, then divide
+with `importance.ratio`. The mean of means of unequal parts would be another quantity.
 """
 
 from __future__ import annotations
@@ -14,22 +14,13 @@ from torch import Tensor
 
 from megatron_rl.objectives.divergence import estimate
 from megatron_rl.objectives.numerics import check_same_shape, widen
-from megatron_rl.objectives.policy import PolicyLoss
 
 
 @torch.no_grad()
-def mean_sums(values: Tensor, keep: Tensor | None = None) -> Tensor:
-    """(Σ values, count) over the kept entries; bool values give a fraction."""
-    values = (values if keep is None else values[keep]).double()
+def mean_sums(values: Tensor) -> Tensor:
+    """(Σ values, count); the mean of bool values is a fraction."""
+    values = values.double()
     return torch.stack((values.sum(), values.new_tensor(float(values.numel()))))
-
-
-def clip_fractions(result: PolicyLoss, keep: Tensor | None = None) -> dict[str, Tensor]:
-    """Fraction cut on either side of the ratio, over the entries of the masks (decisions, turns or sequences)."""
-    return {
-        "clip_low": mean_sums(result.clipped_low, keep),
-        "clip_high": mean_sums(result.clipped_high, keep),
-    }
 
 
 @torch.no_grad()
@@ -39,25 +30,25 @@ def extreme_ratio(log_ratio: Tensor, tau: float) -> Tensor:
 
 
 class Mismatch(NamedTuple):
-    """How far the trainer's policy is from the sampler's, over the decisions given."""
+    """Distance between the trainer's policy π and the sampler's μ; ρ = π/μ at the decisions given."""
 
     k1: Tensor
-    """mean of d = -log ρ: estimates KL(μ‖π)."""
+    """Mean of -log ρ, which estimates KL(μ‖π)."""
     k3: Tensor
-    """mean of ρ - 1 - log ρ: the same with less variance, never negative."""
+    """Mean of ρ - 1 - log ρ, which estimates the same with less variance and is never negative."""
     extreme2: Tensor
-    """F(2)."""
+    """F(2) of `extreme_ratio`."""
     extreme5: Tensor
-    """F(5)."""
+    """F(5) of `extreme_ratio`."""
     largest: Tensor
-    """max |log ρ|, nats, scalar; reduce with max. 0 for no decisions."""
+    """max |log ρ|, nats, scalar; combine parts with max, not by adding. 0 for no decisions."""
     probabilities: Tensor
-    """`[6]` for `pearson`; add over ranks."""
+    """`[6]` of `pearson_sums`, for `pearson`."""
 
 
 @torch.no_grad()
 def mismatch(logprobs: Tensor, behaviour_logprobs: Tensor) -> Mismatch:
-    """Monitors of ρ = π/μ from log π and log μ `[D]`; always on when μ is known."""
+    """`Mismatch` from log π and log μ, both `[D]`."""
     check_same_shape(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs)
     log_ratio = widen(logprobs) - widen(behaviour_logprobs)
     largest = log_ratio.abs().max() if log_ratio.numel() else log_ratio.new_zeros(())
@@ -73,14 +64,15 @@ def mismatch(logprobs: Tensor, behaviour_logprobs: Tensor) -> Mismatch:
 
 @torch.no_grad()
 def pearson_sums(x: Tensor, y: Tensor) -> Tensor:
-    """(n, Σx, Σy, Σx², Σy², Σxy) of probabilities `[D]`, float64 `[6]`, taken from 1: peaked policies crowd there."""
+    """(n, Σx, Σy, Σx², Σy², Σxy), float64 `[6]`, of probabilities `[D]` minus 1."""
+    # The probabilities of a peaked policy lie close to 1: sums of their distance from it lose fewer digits.
     x, y = x.double() - 1, y.double() - 1
     count = x.new_tensor(float(x.numel()))
     return torch.stack((count, x.sum(), y.sum(), x.square().sum(), y.square().sum(), (x * y).sum()))
 
 
 def pearson(sums: Tensor) -> Tensor:
-    """Correlation coefficient of reduced `pearson_sums`, scalar in [-1, 1]; 0 where either side has no variance."""
+    """Correlation coefficient of added `pearson_sums`, scalar in [-1, 1]; 0 if either side has no variance."""
     n, x, y, xx, yy, xy = sums.unbind(-1)
     n = n.clamp(min=1)
     spread = ((xx - x * x / n).clamp(min=0) * (yy - y * y / n).clamp(min=0)).sqrt()
@@ -89,10 +81,11 @@ def pearson(sums: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sums_by_position(values: Tensor, positions: Tensor, edges: Tensor) -> Tensor:
-    """Means of `values` `[D]` by position in the sequence, as sums `[len(edges) + 1, 2]`.
+    """(Σ values, count) of each range of positions in the sequence, float64 `[n + 1, 2]`.
 
     Args:
-        positions: int64 `[D]`.
+        values: `[D]`.
+        positions: int64 `[D]`, position of each decision in its sequence.
         edges: ascending int64 `[n]`; bin i holds edges[i-1] <= position < edges[i].
     """
     check_same_shape(values=values, positions=positions)
@@ -102,17 +95,17 @@ def sums_by_position(values: Tensor, positions: Tensor, edges: Tensor) -> Tensor
 
 
 def staleness_histogram(staleness: Tensor, maximum: int) -> Tensor:
-    """Decisions by age in updates, int64 `[maximum + 1]`; the last bin holds everything older."""
+    """Number of decisions of each age in updates, int64 `[maximum + 1]`; the last bin holds `maximum` and older."""
     return torch.bincount(staleness.clamp(0, maximum), minlength=maximum + 1)
 
 
 class PromptInformation(NamedTuple):
-    """RAGEN-2 (2604.06268): do responses still depend on their prompts? Sums over N responses."""
+    """How much N responses depend on their prompts (RAGEN-2, 2604.06268)."""
 
     mutual_information: Tensor
-    """mean of matched - marginal, nats per token; at most log N per sequence."""
+    """Mean of matched - marginal, nats per token; at most log N per sequence."""
     retrieval: Tensor
-    """share of responses whose own prompt explains them best."""
+    """Share of responses that are likeliest under their own prompt."""
 
 
 @torch.no_grad()

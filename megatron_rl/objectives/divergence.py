@@ -1,4 +1,4 @@
-"""Kullback-Leibler estimators from log-probs, and the exact divergence and entropy of plain logits."""
+"""Kullback-Leibler estimators from log-probs, and the exact divergence and entropy of unsharded logits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from megatron_rl.objectives.numerics import LOG_RATIO_LIMIT, bounded_exp, check_
 
 
 def estimate(difference: Tensor, estimator: str) -> Tensor:
-    """k1 = d, k2 = d²/2, k3 = expm1(-d) + d, of d = log p - log q at samples of p (KL(p‖q) in expectation for k1, k3).
+    """k1 = d, k2 = d²/2 or k3 = expm1(-d) + d of d = log p - log q at samples of p.
 
-    The exponent of k3 is clamped to ±20, the linear term is not.
+    The expectation of k1 and of k3 is KL(p‖q). The exponent of k3 is clamped to ±20, its linear term is not.
 
     Args:
-        difference: any shape, nats; at least float32 is formed.
+        difference: d, any shape, nats.
         estimator: "k1", "k2" or "k3".
+    Returns:
+        The shape of `difference`, at least float32.
     Raises:
         ConfigError: unknown estimator.
     """
@@ -37,9 +39,9 @@ def estimate(difference: Tensor, estimator: str) -> Tensor:
 def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, estimator: str, log_ratio: Tensor | None = None) -> Tensor:
     """KL(π_θ‖π_ref) as a per-decision loss `[D]` whose expected *gradient* under the sampler is that of the divergence.
 
-    d = log π_θ - log π_ref. k2's own gradient is right on samples of π_θ. k1's expected gradient is zero and k3's is
-    that of the forward divergence, unless multiplied by the undetached ratio π_θ/μ, which is 1 in value on-policy. k2
-    takes the detached ratio off-policy.
+    d = log π_θ - log π_ref. On samples of π_θ the gradient of k2 has that expectation; the gradient of k1 has
+    expectation zero and that of k3 is the gradient of KL(π_ref‖π_θ). k1 and k3 are therefore multiplied by the
+    undetached ratio π_θ/μ (of value 1 on-policy), k2 by the detached ratio (off-policy only).
 
     Args:
         logprobs: log π_θ `[D]`, carries gradients; `reference_logprobs` `[D]` does not.
@@ -61,9 +63,9 @@ def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, estimator: str, log_ra
 
 
 def categorical_kl(logits: Tensor, reference_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """KL(π_θ‖π_ref) over the last axis of plain logits, `[..., V]` -> `[...]`; both are divided by `temperature`.
+    """KL(π_θ‖π_ref) over the last axis of unsharded logits, `[..., V]` -> `[...]`, nats; `temperature` divides both.
 
-    A token of probability 0 under π_θ (logit -inf) adds nothing; one of probability 0 under π_ref only gives +inf.
+    A token of probability 0 under π_θ (logit -inf) adds nothing; one of probability 0 under π_ref alone gives +inf.
     """
     check_same_shape(logits=logits, reference_logits=reference_logits)
     log_p = torch.log_softmax(widen(logits) / temperature, dim=-1)
@@ -74,7 +76,7 @@ def categorical_kl(logits: Tensor, reference_logits: Tensor, temperature: float 
 
 
 def categorical_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """-Σ p log p over the last axis of plain logits, `[..., V]` -> `[...]`, nats; a logit of -inf adds nothing."""
+    """-Σ p log p over the last axis of unsharded logits, `[..., V]` -> `[...]`, nats; a logit of -inf adds nothing."""
     log_p = torch.log_softmax(widen(logits) / temperature, dim=-1)
     return -(log_p.exp() * torch.where(log_p > -torch.inf, log_p, 0.0)).sum(-1)
 
@@ -82,13 +84,13 @@ def categorical_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
 def adaptive_kl_coefficient(coefficient: float, observed_kl: float, target: float, gain: float = 0.1) -> float:
     """β of the next update by a proportional controller (1909.08593): β·(1 + gain·clip(KL/target - 1, ±0.2)).
 
-    A pure function: whoever calls it keeps β, and saves it with a checkpoint.
+    A pure function: its caller keeps β and saves it with a checkpoint.
 
     Args:
-        coefficient: β now, >= 0.
-        observed_kl: KL(π_θ‖π_ref), nats, mean over the global batch. Anything not finite counts as far too large.
+        coefficient: β of this update, >= 0.
+        observed_kl: KL(π_θ‖π_ref), nats, mean over the global batch. A value that is not finite raises β by the most.
         target: KL to hold, nats.
-        gain: in (0, 1]; the paper's n/horizon, episodes of an update over those of a full correction.
+        gain: in (0, 1]; n/horizon in the paper, with n the episodes of an update.
     Raises:
         ConfigError: β is negative, the target not positive, or the gain out of range.
     """

@@ -1,7 +1,7 @@
 """PPO-EWMA (2110.00641): an exponentially weighted average of the weights, used as the proximal anchor.
 
-Z_0 = 1, θ̄_0 = θ_0; after optimiser step n: Z_n = βZ_{n-1} + 1, θ̄_n = (βZ_{n-1} θ̄_{n-1} + θ_n)/Z_n. Ticks only after
-a completed policy step.
+Z_0 = 1, θ̄_0 = θ_0; after optimizer step n of the policy: Z_n = βZ_{n-1} + 1, θ̄_n = (βZ_{n-1} θ̄_{n-1} + θ_n)/Z_n. A
+step that was skipped does not count.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError
 
-DEFAULT_DECAY = 0.889
-"""Centre of mass 8: the 8 minibatches of the reference code (uncertain as the paper's number)."""
-
 
 @torch.no_grad()
 def ewma_update(z: float, decay: float, average: Sequence[Tensor], weights: Sequence[Tensor]) -> float:
-    """One tick, in place on `average`; returns Z_n.
+    """One update, in place on `average`; returns Z_n.
 
-    βZ_{n-1} = Z_n - 1, so the update is θ̄ += (θ - θ̄)/Z_n: one pass, and exact where θ = θ̄.
+    As βZ_{n-1} = Z_n - 1, it is θ̄ += (θ - θ̄)/Z_n: one pass over memory, and no change of any bit where θ = θ̄.
 
     Args:
         z: Z_{n-1}; 1 before the first step.
         decay: β in [0, 1).
-        average: θ̄, float32 or wider, any shards.
-        weights: θ_n, the same shards, any floating dtype.
+        average: θ̄, float32 or wider, whole tensors or shards.
+        weights: θ_n, cut alike, any floating dtype.
     Raises:
         ConfigError: β is out of range.
         ValueError: the lists differ in length.
@@ -41,14 +38,14 @@ def ewma_update(z: float, decay: float, average: Sequence[Tensor], weights: Sequ
 
 
 def centre_of_mass(decay: float) -> float:
-    """β/(1-β): mean age of the average, in optimiser steps."""
+    """β/(1-β): mean age of the averaged weights, optimizer steps. 8 for the default β = 0.889."""
     return decay / (1 - decay)
 
 
 def rescaled_decay(decay: float, batch_divisor: float) -> float:
-    """Decay for batches `batch_divisor` times smaller: the centre of mass grows as much.
+    """β for batches `batch_divisor` times smaller: its centre of mass is `batch_divisor` times that of `decay`.
 
-    Adam's learning rate is to fall by the root of `batch_divisor`.
+    2110.00641 divides Adam's learning rate by the square root of `batch_divisor` at the same time.
     """
     mass = centre_of_mass(decay) * batch_divisor
     return mass / (1 + mass)

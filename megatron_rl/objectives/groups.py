@@ -1,8 +1,8 @@
 """Baselines without a critic: advantages from the rewards of responses to the same prompt.
 
-`rewards` and `group_ids` cover the *global* batch (B numbers: gather them first), since a group may be split over
-ranks. Groups may have any size and order. `included` (bool `[B]`) takes excluded outcomes out of the statistics: their
-advantage is 0. Overlong-filtered responses stay in. Everything is formed in float64 and returned in float64.
+`rewards` and `group_ids` `[B]` are those of the *global* batch, since a group may be split over ranks. Groups may have
+any size, and their members any order. `included` (bool `[B]`) leaves excluded outcomes out of the statistics and gives
+them an advantage of 0; overlong-filtered responses are included. Results are float64.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron_rl.objectives.numerics import check_same_shape, moments
 class _Grouped(NamedTuple):
     rewards: Tensor
     """float64 `[B]`, 0 where excluded."""
-    index: Tensor
-    """int64 `[B]`: dense group number."""
+    group: Tensor
+    """int64 `[B]`: number of the response's group, 0 to groups - 1."""
     included: Tensor
     """bool `[B]`."""
     size: Tensor
@@ -32,7 +32,7 @@ class _Grouped(NamedTuple):
 
     def total(self, values: Tensor) -> Tensor:
         """Sum of `values` `[B]` over each response's group, copied to the response."""
-        return _group_sum(values, self.index)[self.index]
+        return _group_sum(values, self.group)[self.group]
 
 
 def _group_sum(values: Tensor, index: Tensor) -> Tensor:
@@ -58,13 +58,13 @@ def _grouped(rewards: Tensor, group_ids: Tensor, included: Tensor | None) -> _Gr
 
 
 def _centred(group: _Grouped) -> Tensor:
-    """R - mean; exactly 0 in groups of equal rewards, where rounding of the mean would leave noise of one sign."""
+    """R - mean; exactly 0 in groups of equal rewards, where the rounded mean would leave a common non-zero rest."""
     return torch.where(group.included & ~group.uniform, group.rewards - group.mean, 0.0)
 
 
 @torch.no_grad()
 def grpo(rewards: Tensor, group_ids: Tensor, included: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """(R - mean)/(std + ε) within each group, population standard deviation (GRPO). float64 `[B]`."""
+    """(R - mean)/(std + ε) within each group, population standard deviation (GRPO, 2402.03300). float64 `[B]`."""
     group = _grouped(rewards, group_ids, included)
     centred = _centred(group)
     deviation = (group.total(centred.square()) / group.size.clamp(min=1)).sqrt()
@@ -79,7 +79,7 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor, included: Tensor | None = None) 
 
 @torch.no_grad()
 def rloo(rewards: Tensor, group_ids: Tensor, included: Tensor | None = None) -> Tensor:
-    """R minus the mean reward of the *other* members of its group (leave one out). float64 `[B]`.
+    """R minus the mean reward of the *other* members of its group (RLOO, 2402.14740). float64 `[B]`.
 
     Raises:
         RolloutError: an included response is alone in its group.
@@ -108,9 +108,9 @@ def batch_mean_baseline(rewards: Tensor, included: Tensor | None = None) -> Tens
 
 @torch.no_grad()
 def dynamic_sampling_keep(rewards: Tensor, group_ids: Tensor, included: Tensor | None = None) -> Tensor:
-    """Which responses belong to a group with max > min (DAPO dynamic sampling): bool `[B]`.
+    """Which responses belong to a group with max > min (dynamic sampling, DAPO, 2503.14476): bool `[B]`.
 
-    Decided on max = min, not on a positive standard deviation: six rewards of 0.7 have one of 1e-16.
+    A positive standard deviation would not do as the criterion: that of six rewards of 0.7 is 1e-16.
     """
     group = _grouped(rewards, group_ids, included)
     return group.included & ~group.uniform
@@ -124,12 +124,12 @@ def dirichlet_draws(draws: int, components: int, generator: torch.Generator | No
 
 @torch.no_grad()
 def set_rewards(answer_rewards: Tensor, answer_offsets: Tensor, weights: Tensor) -> Tensor:
-    """VPO (2605.22817): R(set) = mean over draws w of max over answers y of wᵀ r(y), for the rollouts of *one prompt*.
+    """R(set) = mean over draws w of max over answers y of wᵀ r(y), for the rollouts of *one prompt* (VPO, 2605.22817).
 
-    `grpo` of the result is the set advantage, which goes to every decision of its rollout.
+    `grpo` of the result is the set advantage of each rollout, shared by all its decisions.
 
     Args:
-        answer_rewards: r `[A, R]`, answers of all rollouts one after the other, R reward components.
+        answer_rewards: r `[A, R]`: A answers of all rollouts one after the other, R reward components.
         answer_offsets: int64 `[B+1]` into the answers.
         weights: w `[W, R]`, drawn once per prompt and shared by its rollouts (`dirichlet_draws`).
     Returns:
@@ -147,7 +147,7 @@ def set_rewards(answer_rewards: Tensor, answer_offsets: Tensor, weights: Tensor)
 
 
 class DrpoCoefficients(NamedTuple):
-    """What the whole-group pre-pass of DRPO leaves for the loss; all float64 and detached."""
+    """Coefficients of DRPO's loss, formed from whole groups before it; float64, detached."""
 
     positive_weights: Tensor
     """ω `[B]`: sums to 1 over the correct responses of a group; 0 for incorrect ones."""
@@ -156,7 +156,7 @@ class DrpoCoefficients(NamedTuple):
     objective: Tensor
     """`[B]`: the objective of the response's group, repeated; 0 for groups with a single outcome."""
     prompts: Tensor
-    """Number of groups, single-outcome ones included: what the loss is divided by."""
+    """Number of groups, by which the loss is divided; groups with a single outcome count."""
 
 
 @torch.no_grad()
@@ -170,7 +170,9 @@ def drpo_coefficients(
     lam: float = 0.1,
     tau: float = 10.0,
 ) -> DrpoCoefficients:
-    """DRPO (2510.04474), per prompt: Σ_pos ω_i [s_i - τ log Σ_neg exp(s_j/τ)], ω_i ∝ exp((1 - |o_i|/L_max)/λ).
+    """Coefficients of the objective of a prompt, Σ_pos ω_i [s_i - τ log Σ_neg exp(s_j/τ)] (DRPO, 2510.04474).
+
+    ω_i ∝ exp((1 - |o_i|/L_max)/λ) over the correct responses of the prompt.
 
     Args:
         scores: s_i = mean token log π_θ of response i, `[B]`.
@@ -178,7 +180,7 @@ def drpo_coefficients(
         lengths: |o_i| tokens, `[B]`.
         group_ids: int64 `[B]`, one per prompt.
     Returns:
-        `DrpoCoefficients`; `policy.drpo` turns `score` into a loss.
+        `DrpoCoefficients`; `policy.drpo` makes the loss of its `score`.
     """
     check_same_shape(scores=scores, correct=correct, lengths=lengths, group_ids=group_ids)
     scores, correct = scores.double(), correct.bool()
@@ -209,9 +211,8 @@ def _group_softmax(logits: Tensor, member: Tensor, index: Tensor) -> tuple[Tenso
 
 
 def drpo_kl_coefficient(global_kl: Tensor, beta: float = 1e3, delta: float = 1e-4) -> Tensor:
-    """DRPO's constraint as a loss coefficient: sg(β [KL - δ]₊), scalar.
+    """Coefficient sg(β [KL - δ]₊) of the KL term in DRPO's loss (2510.04474), scalar.
 
-    Multiply with the weighted per-decision estimator -ℓ (k1 of the sampling policy against π_θ); its global token mean
-    is `global_kl`, reduced over all ranks beforehand.
+    The term is the token mean of -ℓ, the k1 estimator of KL(π_old‖π_θ); `global_kl` is its value over all ranks.
     """
     return beta * (global_kl.detach() - delta).clamp(min=0)

@@ -1,4 +1,4 @@
-"""Number formats shared by every objective: widening, bounded exponentials, and moments that merge over ranks."""
+"""Arithmetic shared by every objective: wider floats, bounded exponentials, shape checks and moments."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def widen(x: Tensor) -> Tensor:
-    """`x` in float32, or in float64 if it already is: ratios are never formed in a narrower type."""
+    """`x` in float32, or unchanged if it is float64. Ratios are never formed in a narrower type."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """exp(clamp(x, -20, 20)), at least float32. The gradient is zero where the clamp is active.
 
-    Clamp after any segment sum, never before it: a sum of clamped terms is another quantity.
+    For the ratio of a segment the sum or mean of log-ratios is the argument: a sum of clamped terms would differ.
     """
     return widen(log_ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def check_same_shape(**tensors: Tensor) -> None:
-    """Raise `RolloutError` unless all tensors have the first one's shape (silent broadcasting of `[B]` on `[D]`)."""
+    """Raise `RolloutError` unless all tensors have the first one's shape, so that none is broadcast unnoticed."""
     (first, reference), *others = tensors.items()
     for name, tensor in others:
         if tensor.shape != reference.shape:
@@ -41,9 +41,9 @@ def check_same_shape(**tensors: Tensor) -> None:
 
 
 class Moments(NamedTuple):
-    """Count, mean and sum of squared deviations, float64 scalars. Merge those of several ranks with `merge_moments`."""
+    """Number of samples, their mean and sum of squared deviations, float64 scalars. `merge_moments` joins several."""
 
-    count: Tensor
+    samples: Tensor
     mean: Tensor
     m2: Tensor
     """Σ (x - mean)²."""
@@ -51,15 +51,15 @@ class Moments(NamedTuple):
     @property
     def variance(self) -> Tensor:
         """Population variance; 0 for no samples."""
-        return self.m2 / self.count.clamp(min=1)
+        return self.m2 / self.samples.clamp(min=1)
 
 
 @torch.no_grad()
 def moments(x: Tensor, keep: Tensor | None = None) -> Moments:
     """Two-pass moments of `x` `[D]` in float64, over the entries where `keep` (bool `[D]`) is true.
 
-    Deviations are taken from the first entry before averaging, so that a constant `x` has a variance of exactly zero
-    and a large common offset costs no digits.
+    The first entry is subtracted before averaging, so that a constant `x` has a variance of exactly zero and a large
+    common offset costs no digits.
     """
     x = (x if keep is None else x[keep]).double().reshape(-1)
     count = torch.tensor(float(x.numel()), dtype=torch.float64, device=x.device)
@@ -87,10 +87,10 @@ def merge_moments(parts: Iterable[Moments]) -> Moments:
 
 
 def _merge_pair(a: Moments, b: Moments) -> Moments:
-    count = a.count + b.count
-    share = b.count / count.clamp(min=1)
+    count = a.samples + b.samples
+    share = b.samples / count.clamp(min=1)
     gap = b.mean - a.mean
     # An empty side has no mean: its placeholder must not enter the gap.
-    gap = torch.where((a.count > 0) & (b.count > 0), gap, torch.zeros_like(gap))
-    start = torch.where(a.count > 0, a.mean, b.mean)
-    return Moments(count, start + gap * share, a.m2 + b.m2 + gap.square() * a.count * share)
+    gap = torch.where((a.samples > 0) & (b.samples > 0), gap, torch.zeros_like(gap))
+    start = torch.where(a.samples > 0, a.mean, b.mean)
+    return Moments(count, start + gap * share, a.m2 + b.m2 + gap.square() * a.samples * share)

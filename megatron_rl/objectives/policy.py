@@ -1,12 +1,12 @@
-"""Policy losses, minimised, one per decision (`[D]`), sequence (`[B]`) or turn (`[K]`).
+"""Policy losses, to be minimised: one per decision (`[D]`), sequence (`[B]`) or turn (`[K]`).
 
 ℓ = log π_θ - log π_anchor is `log_ratio` `[D]` and carries the gradient; r = exp(ℓ). Ratios are formed in at least
-float32; ℓ is clamped to ±20 after any segment sum and only where it is exponentiated, so that the gradient vanishes
-beyond. A loss of a sequence or turn is copied to its decisions with `segments.repeat`; the loss weights of
-`aggregation` then apply. Advantages and importance weights never carry gradients. Removed decisions must be taken off
-the timeline first (`segments.compact`).
+float32. Where ℓ, or its sum or mean over a segment, is exponentiated, it is clamped to ±20; beyond, the gradient is
+zero. A loss of a sequence or turn is copied to its decisions with `segments.repeat`; the loss weights of `aggregation`
+then apply. Advantages and importance weights never carry gradients. Removed decisions must be taken off the timeline
+first (`segments.compact`).
 
-"Clipped" always means: the minimum chose the branch whose gradient is zero.
+An entry is "clipped" where the loss takes the value at the bound, whose gradient is zero.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 from megatron_rl.objectives.numerics import bounded_exp, check_same_shape, widen
-from megatron_rl.objectives.segments import SegmentSum, local_segment_sum, repeat, segment_mean
+from megatron_rl.objectives.segments import local_segment_sum, repeat, segment_mean
 
 
 class PolicyLoss(NamedTuple):
-    """A clipped policy loss and where its gradient was cut."""
+    """A clipped policy loss and where it was clipped."""
 
     loss: Tensor
     clipped_low: Tensor
-    """bool: the ratio fell below the lower bound while the advantage asked for less."""
+    """bool: the ratio is below the lower bound and the advantage negative."""
     clipped_high: Tensor
-    """bool: the ratio rose above the upper bound while the advantage asked for more (or dual clip cut it)."""
+    """bool: the ratio is above the upper bound and the advantage positive, or dual clip bounds the loss."""
 
     @property
     def clipped(self) -> Tensor:
-        """bool: cut on either side."""
+        """bool: clipped on either side."""
         return self.clipped_low | self.clipped_high
 
 
@@ -44,7 +44,7 @@ def reinforce(logprobs: Tensor, advantages: Tensor, weights: Tensor | None = Non
 
 
 def sft(logprobs: Tensor) -> Tensor:
-    """-log π_θ per decision `[D]`: warm start, or VAPO's added likelihood of correct samples."""
+    """-log π_θ per decision `[D]`: for a warm start, or added for correct samples (VAPO, 2504.05118)."""
     return -widen(logprobs)
 
 
@@ -59,7 +59,7 @@ def ppo_clip(log_ratio: Tensor, advantages: Tensor, clip_low: float = 0.2, clip_
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:
-    # Equal to the maximum of both branches, and says which one won.
+    # Equal to the maximum of both branches, and tells which one it is.
     low = (advantages < 0) & (ratio < 1 - clip_low)
     high = (advantages > 0) & (ratio > 1 + clip_high)
     bounded = torch.where(high, 1 + clip_high, torch.where(low, 1 - clip_low, ratio))
@@ -67,7 +67,7 @@ def _clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_
 
 
 def dual_clip(unbounded: PolicyLoss, advantages: Tensor, bound: float = 3.0) -> PolicyLoss:
-    """For A < 0: min(loss, -cA), which bounds the loss of a ratio above c (1912.09729). `bound` c > 1."""
+    """min(loss, -cA) where A < 0, which bounds the loss of ratios above c (1912.09729). `bound` is c > 1."""
     check_same_shape(loss=unbounded.loss, advantages=advantages)
     advantages = advantages.detach()
     ceiling = -bound * advantages
@@ -82,7 +82,6 @@ def gspo(
     offsets: Tensor,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
-    segment_sum: SegmentSum = local_segment_sum,
 ) -> PolicyLoss:
     """PPO clipping of the sequence ratio s = exp(mean_j ℓ_j) (GSPO, 2507.18071); all fields `[B]`.
 
@@ -90,7 +89,7 @@ def gspo(
         log_ratio: `[D]`.
         sequence_advantages: `[B]`.
     """
-    return ppo_clip(segment_mean(log_ratio, offsets, segment_sum), sequence_advantages, clip_low, clip_high)
+    return ppo_clip(segment_mean(log_ratio, offsets), sequence_advantages, clip_low, clip_high)
 
 
 def gspo_token(
@@ -99,14 +98,13 @@ def gspo_token(
     offsets: Tensor,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
-    segment_sum: SegmentSum = local_segment_sum,
 ) -> PolicyLoss:
-    """GSPO with an advantage per decision: PPO clipping of sg(s)·π_θ/sg(π_θ); all fields `[D]`.
+    """PPO clipping of sg(s)·π_θ/sg(π_θ), with an advantage per decision (GSPO-token, 2507.18071); all fields `[D]`.
 
-    The ratio's value is the sequence's, its gradient the decision's own. Advantages `[D]`.
+    The value of the ratio is that of the sequence, its gradient that of the decision. Advantages `[D]`.
     """
     log_ratio = widen(log_ratio)
-    sequence = segment_mean(log_ratio.detach(), offsets, segment_sum)
+    sequence = segment_mean(log_ratio.detach(), offsets)
     own = log_ratio - log_ratio.detach()
     return ppo_clip(repeat(sequence, offsets, total=own.numel()) + own, advantages, clip_low, clip_high)
 
@@ -116,7 +114,6 @@ def gmpo(
     sequence_advantages: Tensor,
     offsets: Tensor,
     log_clip: float = 0.4,
-    segment_sum: SegmentSum = local_segment_sum,
 ) -> PolicyLoss:
     """-A exp(mean_j sgn(A)·min(sgn(A) ℓ_j, sgn(A) clip(ℓ_j, ±c))) per sequence (GMPO, 2507.20673).
 
@@ -133,7 +130,7 @@ def gmpo(
     high = (signs > 0) & (log_ratio > log_clip)
     low = (signs < 0) & (log_ratio < -log_clip)
     bounded = torch.where(high, log_clip, torch.where(low, -log_clip, log_ratio))
-    geometric = bounded_exp(segment_mean(bounded, offsets, segment_sum))
+    geometric = bounded_exp(segment_mean(bounded, offsets))
     check_same_shape(sequences=geometric, sequence_advantages=advantages)
     return PolicyLoss(-advantages * geometric, low, high)
 
@@ -143,8 +140,8 @@ def cispo(
 ) -> PolicyLoss:
     """-sg(clip(r, 1-ε_l, 1+ε_h)) A log π_θ (CISPO, 2506.13585). All `[D]`.
 
-    ε_l = 1 sets no lower bound; the paper gives no ε_h. The masks say where the *weight* was clipped; no gradient is
-    cut.
+    ε_l = 1 sets no lower bound; the paper gives no ε_h. The masks tell where the *weight* was clipped; the gradient of
+    log π_θ remains.
     """
     check_same_shape(log_ratio=log_ratio, logprobs=logprobs, advantages=advantages)
     ratio = bounded_exp(log_ratio.detach())
@@ -153,10 +150,10 @@ def cispo(
 
 
 def sapo(log_ratio: Tensor, advantages: Tensor, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Tensor:
-    """-(4/τ) σ(τ(r-1)) A, τ by the sign of A (zero counts as negative) (SAPO, 2511.20347). All `[D]`."""
+    """-(4/τ) σ(τ(r-1)) A with τ by the sign of A, `tau_negative` for A = 0 (SAPO, 2511.20347). All `[D]`."""
     check_same_shape(log_ratio=log_ratio, advantages=advantages)
     advantages, ratio = advantages.detach(), bounded_exp(log_ratio)
-    # Of two plain numbers `where` makes a float32 tensor, whatever the other operands are.
+    # `where` of two Python numbers would be a float32 tensor, whatever the type of the ratio.
     tau = torch.where(advantages > 0, torch.full_like(ratio, tau_positive), tau_negative)
     return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
 
@@ -166,8 +163,8 @@ def dis(
 ) -> PolicyLoss:
     """-sg(r·1[1-ε_l < r < 1+ε_h]) A log π_θ, r = π_θ/μ without a proximal policy (SAO, 2607.07508). All `[D]`.
 
-    0.3/5.0 for mathematics, 0.8/3.0 for coding. Whether the paper detaches r is uncertain; the gradient is the same
-    either way.
+    ε_l/ε_h are 0.3/5.0 for mathematics and 0.8/3.0 for coding. Whether the paper detaches r in -r A is uncertain; the
+    gradient is the same.
 
     Args:
         log_ratio: log π_θ - log μ, not of an anchor.
@@ -183,15 +180,14 @@ def turn_ppo(
     turn_advantages: Tensor,
     turn_offsets: Tensor,
     clip: float = 0.2,
-    segment_sum: SegmentSum = local_segment_sum,
 ) -> PolicyLoss:
-    """PPO clipping of the turn ratio w = exp(Σ_j ℓ_j), once per turn (Turn-PPO, 2512.17008); all fields `[K]`.
+    """PPO clipping of the turn ratio w = exp(Σ_j ℓ_j) (Turn-PPO, 2512.17008); all fields `[K]`.
 
     Args:
         log_ratio: `[D]`.
         turn_advantages: `[K]` of `advantages.turn_gae`.
     """
-    return ppo_clip(segment_sum(widen(log_ratio), turn_offsets), turn_advantages, clip, clip)
+    return ppo_clip(local_segment_sum(widen(log_ratio), turn_offsets), turn_advantages, clip, clip)
 
 
 def turn_is(
@@ -199,14 +195,13 @@ def turn_is(
     turn_advantages: Tensor,
     turn_offsets: Tensor,
     clip: float = 0.2,
-    segment_sum: SegmentSum = local_segment_sum,
 ) -> PolicyLoss:
     """PPO clipping of w = exp(mean_j ℓ_j) with one advantage per turn (the "Turn-PPO" of 2511.20718); all fields `[K]`.
 
-    Whether the paper averages the token GAE advantages over the turn (`segments.segment_mean`, this function) or keeps
-    one per decision (`turn_is_per_decision`) is uncertain.
+    It is uncertain whether the paper averages the decisions' advantages over the turn (`segments.segment_mean`; this
+    function) or keeps one per decision (`turn_is_per_decision`).
     """
-    return ppo_clip(segment_mean(log_ratio, turn_offsets, segment_sum), turn_advantages, clip, clip)
+    return ppo_clip(segment_mean(log_ratio, turn_offsets), turn_advantages, clip, clip)
 
 
 def turn_is_per_decision(
@@ -214,10 +209,9 @@ def turn_is_per_decision(
     advantages: Tensor,
     turn_offsets: Tensor,
     clip: float = 0.2,
-    segment_sum: SegmentSum = local_segment_sum,
 ) -> PolicyLoss:
-    """As `turn_is`, with the decision's own advantage `[D]`: one turn ratio, clipped per decision; all fields `[D]`."""
-    turns = segment_mean(log_ratio, turn_offsets, segment_sum)
+    """`turn_is` with an advantage per decision: the turn's ratio, clipped at each decision; all fields `[D]`."""
+    turns = segment_mean(log_ratio, turn_offsets)
     return ppo_clip(repeat(turns, turn_offsets, total=log_ratio.numel()), advantages, clip, clip)
 
 
@@ -230,7 +224,7 @@ def ewma_decoupled(
     clip_high: float = 0.2,
     ratio_cap: float = 100.0,
 ) -> PolicyLoss:
-    """Decoupled PPO with an anchor π̄ apart from the sampler μ (PPO-EWMA, 2110.00641). All `[D]`.
+    """PPO with the ratio clipped around an anchor π̄ that is not the sampler μ (PPO-EWMA, 2110.00641). All `[D]`.
 
     μ̃ = max(μ, sg(π_θ)/cap); loss = max(-A π_θ/μ̃, -A clip(π_θ/π̄, 1-ε_l, 1+ε_h) π̄/μ̃). Only log π_θ carries
     gradients.
@@ -251,12 +245,12 @@ def ewma_decoupled(
 def drpo(logprobs: Tensor, score_coefficients: Tensor, lengths: Tensor, offsets: Tensor) -> Tensor:
     """-c_i s_i of DRPO (2510.04474), s_i = mean_j log π_θ, spread over decisions: -c_i log π_θ(a_j)/J_i, `[D]`.
 
-    Sum with weight 1/(number of all prompts): the `constant` rule.
+    Its loss weight is 1/(number of all prompts), the rule `constant`.
 
     Args:
         logprobs: `[D]`.
         score_coefficients: c `[B]` of `groups.drpo_coefficients`.
-        lengths: J_i of the *whole* sequence, `[B]`.
+        lengths: J_i, decisions of each sequence, `[B]`.
     """
     logprobs = widen(logprobs)
     share = (score_coefficients.double() / lengths.clamp(min=1)).to(logprobs.dtype).detach()
@@ -264,14 +258,14 @@ def drpo(logprobs: Tensor, score_coefficients: Tensor, lengths: Tensor, offsets:
 
 
 def clipping_bias_surrogate(result: PolicyLoss, log_ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
-    """Per-decision surrogate whose weighted sum has the gradient C = E[1{clipped} w A ∇log π_θ] (2511.20718). `[D]`.
+    """1{clipped} w A log π_θ `[D]`, whose weighted sum has the gradient C that clipping removes (2511.20718).
 
-    The exact ‖C‖ costs a second backward pass: backpropagate the weighted sum of this alone and take the global
-    gradient norm. `clipping_bias_bound` needs none.
+    ‖C‖ is the global gradient norm of that sum, hence costs a backward pass of its own; `clipping_bias_bound` needs
+    none.
 
     Args:
         result: of `ppo_clip` (s_ppo) or of a turn loss copied to decisions (st_ppo), masks `[D]`.
-        log_ratio: what w = exp(log_ratio) is made of, `[D]` (the turn's for st_ppo).
+        log_ratio: log w `[D]`; in st_ppo that of the decision's turn.
         advantages, logprobs: `[D]`.
     """
     check_same_shape(clipped=result.clipped, log_ratio=log_ratio, advantages=advantages, logprobs=logprobs)
@@ -283,11 +277,11 @@ def clipping_bias_surrogate(result: PolicyLoss, log_ratio: Tensor, advantages: T
 def clipping_bias_bound(
     result: PolicyLoss, log_ratio: Tensor, advantages: Tensor, logprobs: Tensor, weights: Tensor
 ) -> Tensor:
-    """Stand-in for ‖C‖₂ without a backward pass: Σ_j weight_j 1{clipped} w_j |A_j| √2 (1 - π_θ(a_j)), float64 scalar.
+    """Σ_j weight_j 1{clipped} w_j |A_j| √2 (1 - π_θ(a_j)), float64 scalar, in place of ‖C‖₂ of 2511.20718.
 
     ‖∂log π(a)/∂logits‖ <= √2 (1 - π(a)), so by the triangle inequality this bounds the norm of C with respect to the
-    *logits*. It differs from the parameter-space norm by the logits' Jacobian, which only a backward pass knows, and
-    by ignoring that terms cancel. Sums over ranks before `clipping_bias_divisor`.
+    *logits*. It differs from the norm with respect to the parameters by the Jacobian of the logits, which takes a
+    backward pass, and by leaving out that terms cancel.
 
     Args:
         weights: loss weights `[D]` of `aggregation`; the rest as for `clipping_bias_surrogate`.
@@ -301,8 +295,8 @@ def clipping_bias_bound(
 
 
 def clipping_bias_divisor(norm: Tensor) -> Tensor:
-    """max(1, ‖C‖): what s_ppo and st_ppo divide the update by.
+    """max(1, ‖C‖), by which s_ppo and st_ppo divide the update.
 
-    The paper divides by ‖C‖; the floor at 1 is a choice made here, since its treatment of ‖C‖ -> 0 is uncertain.
+    2511.20718 divides by ‖C‖; its treatment of ‖C‖ -> 0 is uncertain, and the floor at 1 is a choice made here.
     """
     return norm.clamp(min=1.0)

@@ -1,9 +1,10 @@
 """The linear recurrence A_j = x_j + c A_{j+1} over ragged sequences, without a loop over time.
 
-The flat timeline is cut into blocks. Inside a block the recurrence is a product with a triangular matrix of powers of
-c; where c differs between sequences, it is taken one entry at a time, for all blocks at once; in a block that holds the
-end of a sequence, log2(block) doubling steps. What enters a block from the right is the same recurrence over block
-starts, solved recursively. Cost: O(D) memory traffic, O(log D) passes.
+The flat timeline is cut into blocks of `BLOCK` entries. For one c the recurrence inside a block is a product with a
+triangular matrix of powers of c. For a c per sequence it goes over a block's entries one at a time, for all blocks at
+once. A block that holds the end of a sequence takes log2(BLOCK) doubling steps instead. What enters a block from the
+right follows the same recurrence over the first entries of blocks, solved recursively. Cost: O(D) memory traffic,
+O(log D) passes.
 
 Invariants:
 * a sequence never reads a value of another one, not even multiplied by zero;
@@ -36,17 +37,27 @@ def discounted_suffix_sums(x: Tensor, decay: float | Tensor, offsets: Tensor) ->
     blocks = _blocks(x)
     cut = torch.unique_consecutive(last_positions(offsets) // BLOCK)
     cut_local, cut_reach = _scan_blocks(blocks[cut], _coefficients(cut, decay, offsets, x.dtype))
-    solve = _solve_alike if not isinstance(decay, Tensor) or decay.dim() == 0 else _solve_each
-    solved, carry = solve(blocks, decay, offsets, cut, cut_local[:, 0], cut_reach[:, 0])
+    ends = cut, cut_local[:, 0], cut_reach[:, 0]
+    if isinstance(decay, Tensor) and decay.dim():
+        solved, carry = _solve_each(blocks, decay, offsets, *ends)
+    else:
+        solved, carry = _solve_alike(blocks, float(decay), *ends)
     solved[cut] = cut_local + _gated(cut_reach, carry[cut, None])
     return solved.reshape(-1)[: x.numel()]
 
 
 def _solve_alike(
-    blocks: Tensor, decay: float | Tensor, offsets: Tensor, cut: Tensor, cut_starts: Tensor, cut_reach: Tensor
+    blocks: Tensor, decay: float, cut: Tensor, cut_starts: Tensor, cut_reach: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(A `[n, BLOCK]` except in cut blocks, what enters each block from the right `[n]`) for one c."""
-    decay = float(decay)
+    """Solve for one c, except in the blocks `cut` where a sequence ends.
+
+    Args:
+        blocks: `[n, BLOCK]`.
+        cut: int64 `[m]`, blocks that are solved already.
+        cut_starts, cut_reach: `[m]`, their A at the first entry if nothing enters, and the product of their c.
+    Returns:
+        (A `[n, BLOCK]`, A at the entry right of each block `[n]`).
+    """
     local = torch.empty_like(blocks)
     _solve_blocks(blocks, decay, out=local)
     starts, reach = local[:, 0].clone(), blocks.new_full((blocks.shape[0],), decay**BLOCK)
@@ -59,11 +70,11 @@ def _solve_alike(
 def _solve_each(
     blocks: Tensor, decay: Tensor, offsets: Tensor, cut: Tensor, cut_starts: Tensor, cut_reach: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `_solve_alike`, with a c per sequence: the loop over a block's entries takes all blocks in each step."""
+    """`_solve_alike` for a c per sequence, `decay` `[B]`: a loop over a block's entries, for all blocks at once."""
     first = torch.arange(blocks.shape[0], device=blocks.device) * BLOCK
     sequence = torch.bucketize(first, offsets[1:], right=True)
     c = decay.to(blocks.dtype)[sequence]
-    # `contiguous` would hand back the caller's memory where there is one block.
+    # `contiguous` would return the caller's memory if there is one block.
     entries = blocks.t().clone(memory_format=torch.contiguous_format)
     starts = entries[-1].clone()
     for i in range(BLOCK - 2, -1, -1):
@@ -95,7 +106,7 @@ def _scan(x: Tensor, coefficients: Tensor) -> Tensor:
 
 def _solve_blocks(blocks: Tensor, decay: float, out: Tensor) -> None:
     """A if nothing enters from the right, into `out` `[n, BLOCK]`: a product with c^(i-j) at row i >= column j."""
-    # TF32 and bfloat16 products keep 8 to 11 bits: where they could be switched on, the product is formed in float64.
+    # TF32 and bfloat16 products keep 8 to 11 bits: where they may be in use, the product is formed in float64.
     reduced = blocks.is_cuda or torch.get_float32_matmul_precision() != "highest"
     dtype = torch.float64 if reduced else blocks.dtype
     exponents = torch.arange(BLOCK, device=blocks.device)
@@ -112,7 +123,7 @@ def _powers(decay: float, exponents: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scan_blocks(x: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
-    """Doubling within rows `[n, BLOCK]`: (A if nothing enters from the right, product of c to the row's end)."""
+    """Doubling steps within rows `[n, BLOCK]`: (A if nothing enters from the right, product of c to the row's end)."""
     x, reach = x.clone(), coefficients.clone()
     step = 1
     while step < x.shape[1]:
@@ -123,7 +134,7 @@ def _scan_blocks(x: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _carry(starts: Tensor, reach: Tensor) -> Tensor:
-    """A at the entry right of each block: the recurrence over block starts, moved by one; 0 right of the last."""
+    """A at the entry right of each block: the recurrence over first entries, shifted by one; 0 right of the last."""
     solved = _scan(starts, reach) if starts.numel() > 1 else starts
     return torch.cat((solved[1:], solved.new_zeros(1)))
 

@@ -1,4 +1,4 @@
-"""Rewards on the decision timeline, and the value that follows a trajectory's last decision."""
+"""Rewards of decisions, and the value that follows a trajectory's last decision."""
 
 from __future__ import annotations
 
@@ -12,20 +12,6 @@ from megatron_rl.objectives.numerics import check_same_shape, widen
 from megatron_rl.objectives.segments import last_positions
 
 
-def decision_positions(action_mask: Tensor) -> Tensor:
-    """Raw position q_j of each decision: int64 `[D]` from a bool `[T]` mask (one trajectory, or a flat batch).
-
-    The log-prob, the entropy and the value of decision j are read at q_j - 1, the position whose logits predict it.
-    """
-    return action_mask.bool().nonzero().squeeze(-1)
-
-
-def decision_offsets(action_mask: Tensor, token_offsets: Tensor) -> Tensor:
-    """Decision offsets int64 `[B+1]` of a flat batch: `action_mask` `[T]` cut by `token_offsets` `[B+1]`."""
-    counts = torch.cat((action_mask.new_zeros(1, dtype=torch.int64), action_mask.long().cumsum(0)))
-    return counts[token_offsets]
-
-
 def place_rewards(
     terminal: Tensor,
     offsets: Tensor,
@@ -34,13 +20,13 @@ def place_rewards(
 ) -> Tensor:
     """Rewards r_j per decision: R on decision J-1, feedback g_k added on the last decision of turn k.
 
-    A reward that arrives with an observation belongs to the turn before it. A sequence without decisions has nowhere
-    to put its terminal reward: it is dropped, and the sequence takes part in no average.
+    The reward that comes with an observation is that of the turn before it. The terminal reward of a sequence without
+    decisions is dropped; such a sequence enters no average.
 
     Args:
-        terminal: `[B]`.
+        terminal: R `[B]`.
         offsets: int64 `[B+1]`.
-        turn_rewards: `[K]`, with `turn_offsets` int64 `[K+1]` into the decisions; every turn has at least one.
+        turn_rewards: g `[K]`, with `turn_offsets` int64 `[K+1]` into the decisions; no turn is empty.
     Returns:
         `[D]`, at least float32.
     Raises:
@@ -62,9 +48,9 @@ def place_rewards(
 
 
 def shape_with_kl(rewards: Tensor, behaviour_logprobs: Tensor, reference_logprobs: Tensor, beta: float) -> Tensor:
-    """KL shaping before GAE: u_j = r_j - β (log μ(a_j) - log π_ref(a_j)), all `[D]`.
+    """u_j = r_j - β (log μ(a_j) - log π_ref(a_j)), a KL penalty in the reward (1909.08593). All `[D]`.
 
-    Exclusive with a KL term in the loss: they are different objectives, and asking for both is a configuration error.
+    Not to be combined with a KL term in the loss, which is another objective; the configuration refuses both.
     """
     check_same_shape(rewards=rewards, behaviour_logprobs=behaviour_logprobs, reference_logprobs=reference_logprobs)
     return rewards - beta * (widen(behaviour_logprobs) - widen(reference_logprobs))
@@ -89,26 +75,19 @@ def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tens
 
 
 def overlong_filter(overlong: Tensor, has_bootstrap: Tensor) -> tuple[Tensor, Tensor]:
-    """Overlong filter (DAPO, 2503.14476): cut trajectories leave the policy loss.
+    """Overlong filter (DAPO, 2503.14476): truncated trajectories leave the policy loss.
 
-    The critic keeps those whose successor value is known: their returns are no guess. Group statistics keep all.
+    The critic keeps those whose boundary state is known, since their returns bootstrap from its value. Statistics of
+    groups keep all.
 
     Args:
         overlong: bool `[B]`: truncated by the length limit.
-        has_bootstrap: bool `[B]`: the boundary is known (`successor_values`).
+        has_bootstrap: bool `[B]`: the boundary state is known (see `successor_values`).
     Returns:
-        (keep for the policy, keep for the critic), bool `[B]`; removed before counting.
+        (keep for the policy, keep for the critic), bool `[B]`; the others are removed before decisions are counted.
     """
     check_same_shape(overlong=overlong, has_bootstrap=has_bootstrap)
     return ~overlong, ~overlong | has_bootstrap
-
-
-def boundary_positions(token_lengths: Tensor, boundary_lengths: Tensor) -> Tensor:
-    """Where V(s_boundary) is read: the last visible token of each trajectory followed by its boundary tokens.
-
-    Both int64 `[B]`; position N + n - 1 within the trajectory: the last boundary token, else the last raw token.
-    """
-    return token_lengths + boundary_lengths - 1
 
 
 def successor_values(
@@ -121,8 +100,8 @@ def successor_values(
 
     Args:
         truncated: bool `[B]`; a terminated trajectory is never truncated.
-        boundary_known: bool `[B]`: whether the record says what became visible after the last decision.
-        boundary_values: `[B]`; read only where truncated and known, so anything may stand elsewhere, NaN included.
+        boundary_known: bool `[B]`: whether the record holds what became visible after the last decision.
+        boundary_values: V(s_boundary) `[B]`; entries that are not truncated or not known are ignored, even if NaN.
         missing: what to do with a truncated trajectory of unknown boundary: raise, drop it, or bootstrap from 0.
     Returns:
         (bootstrap `[B]`, keep bool `[B]`).

@@ -1,17 +1,9 @@
 """Sums, means and copies over the segments (sequences or turns) of a flat timeline.
 
-A segment is `[offsets[i], offsets[i+1])`; empty segments are allowed everywhere. Functions that reduce take a
-`segment_sum` callable, so that a sequence split over context-parallel ranks can be summed by whoever owns the process
-groups:
-
-* `segment_sum(values [D] or [D, n], offsets [S+1]) -> [S] or [S, n]` returns sums over the *whole* segment, on every
-  rank;
-* it must be differentiable, its backward adding the gradients of all ranks that share the segment.
+Segment i is `[offsets[i], offsets[i+1])` with `offsets` int64 `[S+1]`; empty segments are allowed everywhere.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,11 +11,9 @@ from torch import Tensor
 from megatron_rl.errors import RolloutError
 from megatron_rl.objectives.numerics import widen
 
-SegmentSum = Callable[[Tensor, Tensor], Tensor]
-
 
 def local_segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
-    """Sum over each segment of this rank: `[D]` or `[D, n]` -> `[S]` or `[S, n]`, 0 for an empty one.
+    """Sum over each segment: `[D]` or `[D, n]` -> `[S]` or `[S, n]`, 0 for an empty one; differentiable.
 
     Accumulates in float64 and in a fixed order; returns at least float32 (float64 for bool and integers).
     """
@@ -31,23 +21,23 @@ def local_segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     return sums.to(widen(values).dtype) if values.is_floating_point() else sums
 
 
-def segment_mean(values: Tensor, offsets: Tensor, segment_sum: SegmentSum = local_segment_sum) -> Tensor:
-    """Mean over each segment, `[D]` -> `[S]`; 0 for an empty segment. One call of `segment_sum`."""
+def segment_mean(values: Tensor, offsets: Tensor) -> Tensor:
+    """Mean over each segment, `[D]` -> `[S]`; 0 for an empty segment."""
     values = widen(values)
-    sums, counts = segment_sum(torch.stack((values, torch.ones_like(values)), dim=-1), offsets).unbind(-1)
+    sums, counts = local_segment_sum(torch.stack((values, torch.ones_like(values)), dim=-1), offsets).unbind(-1)
     return sums / counts.clamp(min=1)
 
 
-def segment_all(mask: Tensor, offsets: Tensor, segment_sum: SegmentSum = local_segment_sum) -> Tensor:
+def segment_all(mask: Tensor, offsets: Tensor) -> Tensor:
     """Whether `mask` (bool `[D]`) holds everywhere in each segment: bool `[S]`, true for an empty one."""
-    return segment_sum((~mask).double(), offsets) == 0
+    return local_segment_sum((~mask).double(), offsets) == 0
 
 
 def repeat(per_segment: Tensor, offsets: Tensor, total: int | None = None) -> Tensor:
     """Copy a value per segment to each of its entries: `[S]` -> `[D]`, differentiable.
 
     Args:
-        total: D, if the caller knows it; spares a device synchronisation.
+        total: D, if the caller knows it; saves a device synchronisation.
     Raises:
         RolloutError: `per_segment` and `offsets` disagree on S.
     """
@@ -66,8 +56,8 @@ def last_positions(offsets: Tensor) -> Tensor:
 def compact(keep: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Remove entries from a timeline: (positions int64 `[D']` of the kept ones, their offsets `[S+1]`).
 
-    Indexing with `positions` is how removed values stay out of sequence means and losses: no product with a mask,
-    hence no NaN from them, forward or backward.
+    Values are removed by indexing with `positions` and not by a product with a mask, since 0·NaN is NaN in the sum and
+    in the gradient.
     """
     counts = torch.cat((keep.new_zeros(1, dtype=torch.int64), keep.long().cumsum(0)))
     return keep.nonzero().squeeze(-1), counts[offsets]

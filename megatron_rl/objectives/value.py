@@ -1,4 +1,4 @@
-"""Value regression and how much of the returns it explains."""
+"""Value loss, explained variance, and targets of a turn critic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.objectives.numerics import Moments, check_same_shape, widen
 def value_loss(
     values: Tensor, returns: Tensor, old_values: Tensor | None = None, clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """½(V-G)², or clipped ½ max((V-G)², (clip(V, V_old ± ε_V) - G)²), per decision (or per turn).
+    """½(V-G)², or ½ max((V-G)², (clip(V, V_old ± ε_V) - G)²) with clipping, per decision or turn.
 
     Args:
         values: V `[D]`, carries gradients.
@@ -22,7 +22,7 @@ def value_loss(
         old_values: V_old `[D]` of the critic before the update; unused without `clip`.
         clip: ε_V; None leaves the loss unclipped.
     Returns:
-        (loss `[D]`, clipped bool `[D]`: the clipped branch won and the gradient is zero).
+        (loss `[D]`, clipped bool `[D]`: the clipped value gives the loss, and the gradient is zero).
     """
     check_same_shape(values=values, returns=returns)
     values, returns = widen(values), widen(returns)
@@ -39,7 +39,7 @@ def value_loss(
 def explained_variance(return_moments: Moments, residual_moments: Moments) -> Tensor:
     """EV = 1 - Var(G-V)/Var(G), float64 scalar, from moments of G and of G - V over the global batch.
 
-    Var(G) = 0, or an empty batch, gives 0: there is nothing to explain.
+    0 if Var(G) = 0, as for an empty batch.
     """
     nothing = return_moments.variance == 0
     share = residual_moments.variance / torch.where(nothing, 1.0, return_moments.variance)
@@ -47,10 +47,10 @@ def explained_variance(return_moments: Moments, residual_moments: Moments) -> Te
 
 
 def place_on_first_decisions(per_turn: Tensor, turn_offsets: Tensor) -> Tensor:
-    """Targets or loss weights of a turn critic on the decision timeline: `[K]` -> `[D]`, 0 on all other decisions.
+    """Targets or loss weights of a turn critic at the first decision of each turn: `[K]` -> `[D]`, 0 elsewhere.
 
-    A turn critic reads its value where the first token of turn k is predicted, and learns there only. Its loss weights
-    are `aggregation.sequence_weights("sequence_mean", K_i, ...)`, 1/(B₊ K_i), one for each turn.
+    The value of turn k is read where its first token is predicted; the critic is trained there only (Turn-PPO,
+    2512.17008). Its loss weights are `aggregation.sequence_weights("sequence_mean", K_i, ...)`, 1/(B₊ K_i) per turn.
 
     Args:
         per_turn: for instance the critic targets of `advantages.turn_gae`.
@@ -61,10 +61,10 @@ def place_on_first_decisions(per_turn: Tensor, turn_offsets: Tensor) -> Tensor:
 
 
 def stopped_rising(explained: Sequence[float], patience: int = 3, least_gain: float = 0.01) -> bool:
-    """Whether value pretraining on Monte-Carlo returns may end (VC-PPO, 2503.01491): explained variance rises no more.
+    """Whether explained variance has stopped rising, which ends value pretraining (VC-PPO, 2503.01491).
 
-    The measure of "no more" is a choice made here: none of the last `patience` values beats the best one before them
-    by `least_gain`. A value that is not finite beats nothing.
+    The criterion is a choice made here: none of the last `patience` values exceeds the best one before them by
+    `least_gain`. A value that is not finite exceeds nothing.
 
     Args:
         explained: one `explained_variance` for each round so far, oldest first.

@@ -19,7 +19,7 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Architecture:
-    """What shapes alone do not tell."""
+    """Constants of the architecture that shapes of weights do not determine."""
 
     layers: int
     heads: int
@@ -33,7 +33,7 @@ class Architecture:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Architecture:
-        """From a parsed `config.json`, old or new way of writing the rotary base."""
+        """From a parsed `config.json`, with the rotary base in `rope_parameters` or at the top."""
         layers, step = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
         dense = config.get("mlp_only_layers") or []
         rope = config.get("rope_parameters") or config
@@ -52,16 +52,16 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Forward:
-    """What one sequence's forward gives."""
+    """Result of the forward pass of one sequence."""
 
     hidden: Tensor
     """float64 [N, H], after the final norm."""
     routes: Tensor
     """int64 [L, N, k]: experts used, in order of falling router logit where native, as given where replayed."""
     native: Tensor
-    """int64 [L, N, k]: experts the router would choose by itself."""
+    """int64 [L, N, k]: experts of the k largest router logits."""
     margins: Tensor
-    """float64 [L, N]: router logit of the k-th expert minus that of the next: where small, rounding could flip it."""
+    """float64 [L, N]: router logit of the k-th expert minus that of the next; where small, rounding may swap them."""
 
 
 def load(state_dict: Mapping[str, Tensor]) -> Weights:

@@ -1,7 +1,7 @@
 """Slow forms of the losses beyond PPO: loops over sequences, turns and decisions, in float64, gradients by autograd.
 
-Nothing here knows the package it is compared with. A `Response` is one trajectory's decisions; the caller leaves out
-trajectories without any. Each loss is the scalar of a whole optimizer step.
+The package under test is not imported. A `Response` is one trajectory's decisions; the caller leaves out trajectories
+without any. Each loss is the scalar of a whole optimizer step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Response:
 
 
 def clipped(ratio: Tensor, advantage: float, low: float, high: float) -> tuple[Tensor, bool]:
-    """max(−rA, −clip(r)A) of one ratio, and whether its gradient is cut."""
+    """max(−rA, −clip(r)A) of one ratio, and whether it is clipped."""
     inside = ratio.clamp(1 - low, 1 + high)
     found = float(ratio.detach())
     cut = (advantage > 0 and found > 1 + high) or (advantage < 0 and found < 1 - low)
@@ -64,13 +64,13 @@ def cispo(responses: Sequence[Response], high: float) -> Tensor:
 
 
 def gspo(responses: Sequence[Response], low: float, high: float) -> Tensor:
-    """One clipped ratio a sequence."""
+    """One clipped ratio per sequence."""
     losses = [clipped((r.logprobs - r.anchor).mean().exp(), r.advantages[0], low, high)[0] for r in responses]
     return sum(losses) / len(responses)
 
 
 def gmpo(responses: Sequence[Response], log_clip: float) -> Tensor:
-    """The geometric mean of ratios, each clipped on the side its advantage pushes to."""
+    """The geometric mean of ratios, each clipped above if the advantage is positive, below if it is negative."""
     total = torch.zeros((), dtype=torch.float64)
     for r in responses:
         advantage, logs = r.advantages[0], []
@@ -83,7 +83,7 @@ def gmpo(responses: Sequence[Response], log_clip: float) -> Tensor:
 
 
 def turn_ppo(responses: Sequence[Response], clip: float) -> Tensor:
-    """One clipped ratio a turn, the product of its decisions', counted once a decision."""
+    """One clipped ratio per turn, the product over its decisions; the turn's loss counts once per decision."""
     total = torch.zeros((), dtype=torch.float64)
     for r in responses:
         for span in r.spans():
@@ -93,8 +93,11 @@ def turn_ppo(responses: Sequence[Response], clip: float) -> Tensor:
 
 
 def turn_is(responses: Sequence[Response], clip: float) -> tuple[Tensor, Tensor]:
-    """(loss, surrogate of the gradient that clipping cuts): one clipped geometric mean a turn, with the turn's mean
-    advantage; sequences are summed over their decisions and averaged."""
+    """(loss, surrogate of the gradient that clipping removes).
+
+    One clipped geometric mean per turn, with the turn's mean advantage; losses are summed over the decisions of a
+    sequence and averaged over sequences.
+    """
     total = lost = torch.zeros((), dtype=torch.float64)
     for r in responses:
         for span in r.spans():
@@ -110,7 +113,7 @@ def turn_is(responses: Sequence[Response], clip: float) -> tuple[Tensor, Tensor]
 def drpo(
     responses: Sequence[Response], *, tau: float, lam: float, beta: float, delta: float, max_length: int
 ) -> Tensor:
-    """Objective and constraint of each prompt, differentiated as they are written."""
+    """Objective and constraint of each prompt (DRPO), without the closed-form coefficients of the package."""
     groups = sorted({r.group for r in responses})
     objective = torch.zeros((), dtype=torch.float64)
     for group in groups:

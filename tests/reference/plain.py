@@ -1,8 +1,8 @@
 """The slow reference for a PPO step: loops over sequences and decisions in float64, autograd for every gradient.
 
-Everything a layout could spoil is here: replayed routes, temperature, masked GAE, clipping, importance weights, KL,
-entropy, aggregation, gradient clipping, AdamW and EWMA. Nothing is packed, padded, sharded or fused, and neither
-Megatron nor the package it is compared with is imported. The model is `decoder`'s.
+It covers all that a parallel layout can affect: replayed routes, temperature, masked GAE, clipping, importance weights,
+KL, entropy, aggregation, gradient clipping, AdamW and EWMA. Nothing is packed, padded, sharded or fused, and neither
+Megatron nor the package under test is imported. The model is that of `decoder`.
 
 Axis letters: N tokens of a sequence, J its decisions, L MoE layers, k top-k.
 """
@@ -90,7 +90,7 @@ def gae(rewards: Sequence[float], values: Sequence[float], successor: float, gam
 
 @dataclass(frozen=True)
 class Objective:
-    """Everything the two losses depend on besides weights and data. None switches a term off."""
+    """All settings of the two losses. None switches a term off."""
 
     temperature: float = 1.0
     gamma: float = 1.0
@@ -135,7 +135,7 @@ def score(
     anchor: Weights | None,
     reference: Weights | None = None,
 ) -> list[Scored]:
-    """Freeze what the update is measured against; `anchor` None takes the behaviour policy for it."""
+    """Constants of the update of every episode; without `anchor` weights the behaviour policy is the anchor."""
     scored, lambdas = [], (objective.lam_actor, objective.lam_critic)
     for episode in episodes:
         with torch.no_grad():
@@ -200,7 +200,7 @@ def importance_weights(scored: Sequence[Scored], objective: Objective) -> list[T
 
 
 def loss_weight(counts: Sequence[int], own: int, rule: str) -> float:
-    """What each of `own` decisions of a sequence weighs in the batch of sequences with these decision counts."""
+    """Loss weight of a decision of a sequence with `own` of them; `counts` are the decisions of all sequences."""
     if rule == "token_mean":
         return 1 / sum(counts)
     if rule == "sequence_mean":
@@ -347,7 +347,7 @@ def ppo_step(
     anchor: Weights | None,
     reference: Weights | None = None,
 ) -> tuple[Step, Step] | None:
-    """One step of policy and critic on all episodes at once; None, and nothing moves, if they hold no decision."""
+    """One step of policy and critic on all episodes; None, without any change, if they hold no decision."""
     if not any(len(episode.decisions) for episode in episodes):
         return None
     scored = score(arch, critic, episodes, objective, anchor=anchor, reference=reference)

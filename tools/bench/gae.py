@@ -23,7 +23,7 @@ GAMMA, LAM_ACTOR, LAM_CRITIC = 0.999, 0.95, 1.0
 def looped_gae(rewards: Tensor, values: Tensor, successors: Tensor, lam: float | Tensor) -> tuple[Tensor, Tensor]:
     """The recursion on zero-padded `[B, T]` tensors, one Python step per time step, all sequences at once.
 
-    Zero padding makes masks unnecessary: nothing but zeros has been seen when a sequence's last decision is reached.
+    Zero padding makes masks unnecessary: both sums are still zero when a sequence's last decision is reached.
     """
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     actor = critic = torch.zeros_like(rewards[:, 0])

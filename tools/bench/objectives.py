@@ -1,7 +1,7 @@
 """Time every objective, forward and backward, against plain PPO clipping on the same decisions.
 
-Rounds are interleaved: each round times every objective once, and a ratio is taken within its round, so that a machine
-that slows down does so for all. `ppo_clip` is in the table twice: the second row is the error of the measurement.
+Each round times every objective once, and ratios are taken within a round, so that a change in the machine's speed
+affects all of them. `ppo_clip` is in the table twice: the second row shows the error of the measurement.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LIMIT = 3.0
 
 @dataclass(frozen=True)
 class Batch:
-    """Everything an objective may read: decisions `[D]`, turns `[K]`, sequences `[B]`."""
+    """Inputs of all objectives: per decision `[D]`, turn `[K]` or sequence `[B]`."""
 
     logprobs: Tensor
     """log π_θ, the leaf that gradients reach."""

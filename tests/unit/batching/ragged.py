@@ -1,4 +1,4 @@
-"""Random ragged batches for the batching tests."""
+"""Random ragged batches for the batching tests, and their streams."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
+
+from megatron_rl.batching import TokenStream, actor_stream, critic_stream
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,15 @@ class Ragged:
     boundary_tokens: np.ndarray
     boundary_offsets: np.ndarray
     truncated: np.ndarray
+
+    def actor(self) -> TokenStream:
+        """The policy's stream."""
+        return actor_stream(self.tokens, self.offsets, self.action_mask)
+
+    def critic(self) -> TokenStream:
+        """The critic's stream."""
+        raw = self.tokens, self.offsets, self.action_mask
+        return critic_stream(*raw, self.boundary_tokens, self.boundary_offsets, self.truncated)
 
 
 @st.composite

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,14 +9,6 @@ from hypothesis import given
 from megatron_rl.batching import actor_stream, critic_stream, decision_offsets
 from megatron_rl.errors import RolloutError
 from tests.unit.batching.ragged import Ragged, ragged_batches
-
-
-def critic_of(batch: Ragged):
-    return critic_stream(*(getattr(batch, field.name) for field in dataclasses.fields(batch)))
-
-
-def actor_of(batch: Ragged):
-    return actor_stream(batch.tokens, batch.offsets, batch.action_mask)
 
 
 def actor_by_loop(batch: Ragged) -> tuple[list[int], list[int], list[int]]:
@@ -36,7 +26,7 @@ def actor_by_loop(batch: Ragged) -> tuple[list[int], list[int], list[int]]:
 
 @given(ragged_batches())
 def test_actor_reads_each_decision_at_the_token_before_it(batch):
-    stream = actor_of(batch)
+    stream = batch.actor()
     reads, labels, route_rows = actor_by_loop(batch)
     assert stream.reads.tolist() == reads
     assert stream.labels.tolist() == labels
@@ -47,7 +37,7 @@ def test_actor_reads_each_decision_at_the_token_before_it(batch):
 
 @given(ragged_batches())
 def test_critic_reads_decisions_then_one_boundary_value_of_each_truncated_sequence(batch):
-    stream, (raw_reads, _, raw_routes) = critic_of(batch), actor_by_loop(batch)
+    stream, (raw_reads, _, raw_routes) = batch.critic(), actor_by_loop(batch)
     decisions = int(batch.action_mask.sum())
     tokens, reads, route_rows = [], [], []
     for b, truncated in enumerate(batch.truncated):
@@ -68,7 +58,7 @@ def test_critic_reads_decisions_then_one_boundary_value_of_each_truncated_sequen
 
 @given(ragged_batches())
 def test_dtypes_are_the_declared_ones(batch):
-    for stream in (actor_of(batch), critic_of(batch)):
+    for stream in (batch.actor(), batch.critic()):
         assert (stream.tokens.dtype, stream.labels.dtype) == (np.int32, np.int32)
         assert {a.dtype for a in (stream.offsets, stream.reads, stream.route_rows)} == {np.dtype(np.int64)}
 

@@ -14,12 +14,9 @@ from megatron_rl.objectives import advantages as adv
 from megatron_rl.objectives.numerics import merge_moments, moments
 from megatron_rl.objectives.recurrence import discounted_suffix_sums
 from megatron_rl.objectives.segments import repeat
+from tests.unit.objectives.timelines import offsets_of
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 5), st.sampled_from([63, 64, 65, 128, 200, 4200])), min_size=1, max_size=6)
-
-
-def offsets_of(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
 
 
 def slow_gae(rewards, values, offsets, gamma, lam, bootstrap):

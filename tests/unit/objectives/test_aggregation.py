@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_rl.errors import ConfigError
 from megatron_rl.objectives import aggregation
 from megatron_rl.objectives.segments import compact
+from tests.unit.objectives.timelines import offsets_of
 
 RULES = ("token_mean", "sequence_mean", "sequence_sum_mean", "prompt_mean", "constant")
 
@@ -42,7 +43,7 @@ def test_rules_are_the_means_they_are_named_after(rows, rule):
     losses = torch.randn(sum(lengths), dtype=torch.float64)
     tensor = torch.tensor(lengths)
     counts, sizes = aggregation.count(tensor, torch.tensor(prompts))
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    offsets = offsets_of(lengths)
     w = aggregation.decision_weights(weights_of(rule, tensor, counts, sizes), offsets)
     found = aggregation.weighted_sum(losses, w.double())
     torch.testing.assert_close(found, slow_loss(rule, losses, lengths, prompts), rtol=1e-6, atol=1e-7)
@@ -53,14 +54,14 @@ def test_loss_and_gradient_do_not_depend_on_the_split(rule):
     lengths, prompts = torch.tensor([3, 0, 10, 1, 5]), torch.tensor([4, 4, 2, 2, 9])
     counts, sizes = aggregation.count(lengths, prompts)
     per_sequence = weights_of(rule, lengths, counts, sizes)
-    offsets = torch.cat((torch.zeros(1).long(), lengths.cumsum(0)))
+    offsets = offsets_of(lengths.tolist())
     x = torch.randn(19, dtype=torch.float64, requires_grad=True)
     w = aggregation.decision_weights(per_sequence, offsets)
     aggregation.weighted_sum(x.square(), w).backward()
     y = x.detach().clone().requires_grad_()
     for order in ([4, 0], [1], [3, 2]):
         parts = [y[int(offsets[i]) : int(offsets[i + 1])] for i in order]
-        local = torch.tensor([0, *[len(p) for p in parts]]).cumsum(0)
+        local = offsets_of(len(p) for p in parts)
         local_w = aggregation.decision_weights(weights_of(rule, lengths[order], counts, sizes[order]), local)
         aggregation.weighted_sum(torch.cat(parts).square(), local_w).backward()
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-12, atol=0)

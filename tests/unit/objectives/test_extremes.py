@@ -16,6 +16,7 @@ from megatron_rl.objectives import advantages, aggregation, groups, importance, 
 from megatron_rl.objectives.divergence import kl_loss
 from megatron_rl.objectives.numerics import moments
 from megatron_rl.objectives.segments import compact, repeat, segment_mean
+from tests.unit.objectives.timelines import offsets_of
 
 HUGE, TINY = math.exp(20), math.exp(-20)
 """Ratios are bounded to these."""
@@ -34,22 +35,18 @@ class Batch(NamedTuple):
         return segment_mean(self.advantages, offsets)
 
 
-def copied(per_segment: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return repeat(per_segment, offsets)
-
-
 LOSSES = {
     "reinforce": lambda b: policy.reinforce(b.logprobs, b.advantages),
     "ppo_clip": lambda b: policy.ppo_clip(b.log_ratio, b.advantages, 0.2, 0.28).loss,
     "dual_clip": lambda b: policy.dual_clip(policy.ppo_clip(b.log_ratio, b.advantages, 0.2, 0.28), b.advantages).loss,
-    "gspo": lambda b: copied(policy.gspo(b.log_ratio, b.of(b.offsets), b.offsets).loss, b.offsets),
+    "gspo": lambda b: repeat(policy.gspo(b.log_ratio, b.of(b.offsets), b.offsets).loss, b.offsets),
     "gspo_token": lambda b: policy.gspo_token(b.log_ratio, b.advantages, b.offsets).loss,
-    "gmpo": lambda b: copied(policy.gmpo(b.log_ratio, b.of(b.offsets), b.offsets).loss, b.offsets),
+    "gmpo": lambda b: repeat(policy.gmpo(b.log_ratio, b.of(b.offsets), b.offsets).loss, b.offsets),
     "cispo": lambda b: policy.cispo(b.log_ratio, b.logprobs, b.advantages, clip_high=0.2).loss,
     "sapo": lambda b: policy.sapo(b.log_ratio, b.advantages),
     "dis": lambda b: policy.dis(b.log_ratio, b.logprobs, b.advantages).loss,
-    "turn_ppo": lambda b: copied(policy.turn_ppo(b.log_ratio, b.of(b.turns), b.turns).loss, b.turns),
-    "turn_is": lambda b: copied(policy.turn_is(b.log_ratio, b.of(b.turns), b.turns).loss, b.turns),
+    "turn_ppo": lambda b: repeat(policy.turn_ppo(b.log_ratio, b.of(b.turns), b.turns).loss, b.turns),
+    "turn_is": lambda b: repeat(policy.turn_is(b.log_ratio, b.of(b.turns), b.turns).loss, b.turns),
     "turn_is_per_decision": lambda b: policy.turn_is_per_decision(b.log_ratio, b.advantages, b.turns).loss,
     "ewma_decoupled": lambda b: (
         policy.ewma_decoupled(b.logprobs, (b.logprobs - b.log_ratio).detach(), b.logprobs.detach(), b.advantages).loss
@@ -83,7 +80,7 @@ UNIFORM_SCORE = {"cispo", "dis"}
 
 def batch(log_ratio: float, advantage: float, lengths=(2, 0, 2)) -> Batch:
     """Sequences of turns of at most two decisions; every decision alike. Leaves carry gradients."""
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    offsets = offsets_of(lengths)
     total = int(offsets[-1])
     turns = torch.unique(torch.cat((torch.arange(0, total, 2), offsets)))
     leaf = torch.zeros(total, requires_grad=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.errors import ConfigError, RolloutError
 from megatron_rl.objectives import importance
-from megatron_rl.objectives.segments import compact, local_segment_sum, segment_all
+from megatron_rl.objectives.segments import compact, segment_all
 
 OFFSETS = torch.tensor([0, 3, 3, 5])
 LOG_RATIOS = torch.tensor([0.1, -2.0, 0.3, 0.7, -0.1])
@@ -78,12 +78,9 @@ def test_unknown_estimator_is_a_configuration_error():
 def test_veto_looks_at_every_decision_of_the_whole_sequence():
     assert importance.veto(LOG_RATIOS, OFFSETS, math.exp(-1.9)).tolist() == [False, True, True]
     assert importance.veto(LOG_RATIOS, OFFSETS, math.exp(-2.1)).tolist() == [True, True, True]
-    elsewhere = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
-
-    def with_another_rank(values, offsets):
-        return local_segment_sum(values, offsets) + elsewhere
-
-    assert importance.veto(LOG_RATIOS, OFFSETS, 1e-3, with_another_rank).tolist() == [True, True, False]
+    assert importance.veto(LOG_RATIOS, OFFSETS, 1e-3).tolist() == [True, True, True]
+    with_another_rank = torch.cat((LOG_RATIOS, torch.tensor([-8.0]))), torch.tensor([0, 3, 3, 6])
+    assert importance.veto(*with_another_rank, 1e-3).tolist() == [True, True, False]
     assert importance.veto(torch.tensor([-50.0, -30.0]), torch.tensor([0, 1, 2]), math.exp(-40)).tolist() == [
         False,
         True,
@@ -93,7 +90,7 @@ def test_veto_looks_at_every_decision_of_the_whole_sequence():
 def test_staleness_by_token_and_sequence():
     versions = torch.tensor([7, 5, 6, 7, 7], dtype=torch.int32)
     assert importance.staleness(versions, 7).tolist() == [0, 2, 1, 0, 0]
-    fresh = importance.fresh_tokens(versions, 7, 1)
+    fresh = importance.keep_by_staleness(versions, 7, 1, OFFSETS, "mask")
     assert fresh.tolist() == [True, False, True, True, True]
     assert segment_all(fresh, OFFSETS).tolist() == [False, True, True]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.errors import RolloutError
 from megatron_rl.objectives import policy
-from megatron_rl.objectives.segments import local_segment_sum, repeat, segment_mean
+from megatron_rl.objectives.segments import repeat, segment_mean
 
 OFFSETS = torch.tensor([0, 3, 3, 7, 8])
 TURNS = torch.tensor([0, 1, 3, 7, 8])
@@ -156,34 +156,46 @@ def test_gspo_token_has_the_value_of_the_sequence_ratio():
     torch.testing.assert_close(token, repeat(policy.gspo(x, per_sequence(a), OFFSETS, 0.1, 0.1).loss, OFFSETS))
 
 
-@pytest.mark.parametrize("name", ["gspo", "gmpo", "turn_ppo", "turn_is"])
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "gmpo", "turn_ppo", "turn_is", "turn_is_per_decision", "drpo"])
 def test_a_sequence_split_over_ranks_has_the_same_loss_and_gradient(name):
-    """Odd and even decisions on two ranks; `segment_sum` adds the other rank's part, and so does its backward."""
+    """Even and odd decisions on two ranks: each puts its part in its slots of a step-wide vector, and parts are added.
+
+    The loss of the sum is differentiated once; each rank then minimises Σ c_j log π_θ(a_j) over its own decisions.
+    """
+    x, a, lp = sample(5)
+
+    def total(moved: torch.Tensor) -> torch.Tensor:
+        loss = LOSSES[name](x + moved, a, lp + moved)
+        per_decision = loss if len(loss) == 8 else repeat(loss, TURNS if name.startswith("turn") else OFFSETS)
+        return (per_decision * torch.arange(8)).sum()
+
+    whole = torch.linspace(-0.1, 0.1, 8, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(total(whole), whole)
+    slots = [torch.arange(rank, 8, 2) for rank in (0, 1)]
+    parts = [whole.detach()[own].requires_grad_() for own in slots]
+    gathered = sum(torch.zeros(8).double().index_put((own,), p.detach()) for own, p in zip(slots, parts, strict=True))
+    gathered.requires_grad_()
+    loss = total(gathered)
+    (coefficients,) = torch.autograd.grad(loss, gathered)
+    assert torch.equal(loss, total(whole))
+    for own, part in zip(slots, parts, strict=True):
+        (coefficients[own] * part).sum().backward()
+        assert torch.equal(part.grad, expected[own])
+
+
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "turn_ppo", "turn_is"])
+def test_sequences_apart_have_the_loss_and_gradient_they_have_together(name):
+    """Sequences 0-1 and 2-3 in two micro-batches: no value crosses from one sequence to another."""
     x, a, _ = sample(5)
-    counts = [(torch.arange(8) % 2 == r).long() for r in (0, 1)]
-    positions = [torch.arange(r, 8, 2) for r in (0, 1)]
-    split = [torch.cat((torch.zeros(1).long(), c.cumsum(0)))[OFFSETS] for c in counts]
-    advantages = per_sequence(a)
-    function = getattr(policy, name)
+    function, advantages = getattr(policy, name), per_sequence(a)
     x.requires_grad_()
-    whole = function(x, advantages, OFFSETS)
-    (expected,) = torch.autograd.grad((repeat(whole.loss, OFFSETS) * torch.arange(8)).sum(), x)
-
-    def rank(r: int) -> torch.Tensor:
-        def segment_sum(values, offsets):
-            other = x[positions[1 - r]]
-            if name == "gmpo":
-                signs = repeat(advantages.sign(), split[1 - r])
-                other = torch.where(signs > 0, other.clamp(max=0.4), other.clamp(min=-0.4))
-            other = torch.stack((other, torch.ones_like(other)), -1) if values.dim() == 2 else other
-            return local_segment_sum(values, offsets) + local_segment_sum(other, split[1 - r])
-
-        result = function(x[positions[r]], advantages, split[r], segment_sum=segment_sum)
-        torch.testing.assert_close(result.loss[OFFSETS.diff() > 0], whole.loss[OFFSETS.diff() > 0])
-        return (repeat(result.loss, split[r]) * torch.arange(8)[positions[r]]).sum()
-
-    (found,) = torch.autograd.grad(rank(0) + rank(1), x)
-    torch.testing.assert_close(found, expected)
+    whole = function(x, advantages, OFFSETS).loss
+    parts = [function(x[:3], advantages[:2], OFFSETS[:3]).loss, function(x[3:], advantages[2:], OFFSETS[2:] - 3).loss]
+    assert torch.equal(torch.cat(parts), whole)
+    weights = torch.arange(1, 5)
+    (expected,) = torch.autograd.grad((whole * weights).sum(), x)
+    (found,) = torch.autograd.grad((parts[0] * weights[:2]).sum() + (parts[1] * weights[2:]).sum(), x)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
