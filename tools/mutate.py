@@ -250,6 +250,17 @@ FAULTS = (
         "tests/dist/test_stopping.py::test_a_stopped_run_goes_on_at_the_next_step",
     ),
     Fault(
+        "resume: optimizer moments are lost",
+        "training/checkpoint.py",
+        '    models.version = run["version"]\n',
+        '    models.version = run["version"]\n'
+        "    for model in filter(None, (models.actor, models.critic)):\n"
+        "        for part in model.parts:\n"
+        "            for state in part.optimizer.state.values():\n"
+        '                _ = [state[name].zero_() for name in ("exp_avg", "exp_avg_sq")]\n',
+        "tests/dist/test_training.py::test_a_resumed_run_is_the_unbroken_run",
+    ),
+    Fault(
         "sampling: depends on what was played before",
         "engines/local.py",
         "if streams is None else streams",

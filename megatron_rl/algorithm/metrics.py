@@ -86,14 +86,29 @@ def prompt_mean_baseline(batch: RolloutBatch, rows: np.ndarray) -> dict[str, flo
     return {"critic/explained_variance_of_group_mean": 1.0 - within / spread if spread > 0 else 0.0}
 
 
-def staleness_metrics(versions: torch.Tensor, train_version: int, kept: torch.Tensor) -> dict[str, float]:
-    """Mean age of the decisions in play, in weight versions, and the share of each age."""
-    ages = staleness(versions[kept], train_version)
+def staleness_metrics(
+    versions: torch.Tensor, train_version: int, kept: torch.Tensor | None = None,
+    *, prefix: str = "staleness/", share: str = "staleness/", oldest: int | None = OLDEST,
+) -> dict[str, float]:  # fmt: skip
+    """Mean age of decisions, in weight versions between sampling and training, and the share of each age.
+
+    Args:
+        versions: int [D], weight versions that sampled.
+        train_version: weight version that trains.
+        kept: bool [D], decisions that count; None: all.
+        prefix, share: before `mean`, and before each age, in the names of the metrics.
+        oldest: age whose share holds everything older; None: ages up to the greatest.
+
+    Returns:
+        Nothing where no decision counts.
+    """
+    ages = staleness(versions if kept is None else versions[kept], train_version)
     if not len(ages):
         return {}
-    bins = staleness_histogram(ages, OLDEST).double() / len(ages)
-    shares = {f"staleness/{age}{'+' if age == OLDEST else ''}": float(share) for age, share in enumerate(bins)}
-    return {"staleness/mean": float(ages.double().mean()), **shares}
+    last = max(int(ages.max()), 0) if oldest is None else oldest
+    bins = staleness_histogram(ages, last).double() / len(ages)
+    shares = {f"{share}{age}{'+' if age == oldest else ''}": float(part) for age, part in enumerate(bins)}
+    return {f"{prefix}mean": float(ages.double().mean()), **shares}
 
 
 def prompt_information_metrics(

@@ -52,7 +52,9 @@ class ActorCritic:
         """Move what no phase needs yet off the device, where phases are to be offloaded."""
         if self.topology.config.phase_offload:
             for name in self.names:
-                offload.release(*self._parts(name))
+                optimizer, anchor = self._parts(name)
+                if optimizer is not None:
+                    offload.release(optimizer, anchor)
 
     def _parts(self, name: str) -> tuple[Optimizer | None, Anchor | None]:
         return (self.actor, self.anchor) if name == "actor" else (self.critic, None)

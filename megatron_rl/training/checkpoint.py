@@ -319,7 +319,7 @@ def _directories(root: Path) -> list[Path]:
 
 
 def _number(name: str) -> int:
-    return int(re.search(r"\d+", name).group())
+    return int(re.sub(r"\D", "", name))
 
 
 def _rank_and_world() -> tuple[int, int]:

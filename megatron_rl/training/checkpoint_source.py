@@ -71,10 +71,10 @@ class RunSource:
         self._buffers: HFSource | None = None
         self._keys = {_canonical(key, role): key for key in self._shapes}
         self._check_keys()
-        self.stored_dtype = own_dtype(self.directory, "float32")
+        self.stored_dtype: torch.dtype | None = own_dtype(self.directory, "float32")
 
     def parameters(self) -> list[Parameter]:
-        """See `Source.parameters`."""
+        """Every parameter of the model, in its order."""
         return model_in_order(self.config)
 
     def notes(self) -> list[str]:
@@ -97,7 +97,7 @@ class RunSource:
         return torch.float32
 
     def read(self, parameter: Parameter) -> Iterator[tuple[str, Tensor]]:
-        """See `Source.read`."""
+        """(HF name, float32 tensor) of each HF tensor of a parameter."""
         if parameter.canonical in KEPT_DTYPE:
             # A buffer that nothing trains: the run has it from the checkpoint it started from.
             self._buffers = self._buffers or HFSource(self.directory)

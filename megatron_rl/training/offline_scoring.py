@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import torch
 import torch.distributed as dist
@@ -24,11 +23,8 @@ from megatron_rl.rollouts.schema import ModelFingerprint
 from megatron_rl.training.actor_critic import ActorCritic
 from megatron_rl.training.forward import policy_logprobs
 from megatron_rl.training.records import ScoredBatch
-from megatron_rl.training.rollout_sources.validation import UNKNOWN_TOKENIZER, load_validated
+from megatron_rl.training.rollout_sources.validation import ANY_VERSION, UNKNOWN_TOKENIZER, load_validated
 from megatron_rl.training.score import score_batch
-
-_ANY_VERSION = np.iinfo(np.int32).max
-"""Nothing is trained, so tokens of every weight version are welcome."""
 
 
 def score_directories(config: RunConfig, models: ActorCritic, rollouts: Path, output: Path) -> list[Path]:
@@ -52,7 +48,7 @@ def score_directories(config: RunConfig, models: ActorCritic, rollouts: Path, ou
     for directory in shard_directories(rollouts):
         target = output / f"{directory.name}.arrow"
         if not _on_all_ranks(target.exists()):
-            batch, _ = load_validated(config, directory, expected, _ANY_VERSION)
+            batch, _ = load_validated(config, directory, expected, ANY_VERSION)
             scored = score_batch(models, batch)
             logprobs = policy_logprobs(models, scored.actor, batch, scored.rows)
             if dist.get_rank() == 0:

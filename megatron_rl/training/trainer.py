@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class TrainingObserver(Protocol):
-    """Who looks on: progress bars, logs. Called on every rank with the same values."""
+    """Receives progress and metrics, for progress bars and logs. Called on every rank with the same values."""
 
     def started(self, iterations: int, done: int) -> None:
         """Training begins; `done` of `iterations` are behind a run that was resumed."""
@@ -86,7 +86,7 @@ class Trainer:
         self.models: ActorCritic = build_actor_critic(config, topology)
         self.ledger = Ledger(self.output, writes=topology.rank == 0)
         self._partial: PartialIteration | None = None
-        """The iteration that is to be gone on with; None between iterations."""
+        """An iteration that was stopped in its middle, to be continued; None: there is none."""
         cursor = self._resume() if config.checkpoint.resume else {}
         self.done: int = cursor.get("iteration", 0)
         """Completed iterations."""
@@ -161,10 +161,11 @@ class Trainer:
         """What a lost run trained this iteration on, else what the source has next; None: it has ended."""
         with self._timed("rollout"):
             version, planned = self.models.version, self.ledger.planned(iteration)
-            if planned is not None:
-                rollouts = self.source.replay(reread(planned, self.output))
-            else:
-                rollouts = self.source.next_rollouts(iteration, version)
+            rollouts = (
+                self.source.next_rollouts(iteration, version)
+                if planned is None
+                else self.source.replay(reread(planned, self.output))
+            )
             if rollouts is not None:
                 self.ledger.consume(Entry.of(iteration, version, rollouts.batch, self.output))
         return rollouts

@@ -51,14 +51,14 @@ def update_actor(models: ActorCritic, scored: ScoredBatch, rows: np.ndarray) -> 
     kept, metrics = _remove(algorithm, scored, rows, kept, anchor)
     if not kept.any():
         return metrics | {"actor/skipped": 1.0}
-    vectors, found = _vectors(algorithm, scored, kept, anchor)
+    vectors, weight_metrics = _vectors(algorithm, scored, kept, anchor)
     whole = _whole_step(models, scored, prepared, vectors) if algorithm.policy.needs_whole_step else None
     kl_coef = models.controllers.kl_coef if algorithm.kl_loss else 0.0
     terms = PolicyStepLoss(algorithm, vectors, kl_coef, whole)
     losses = _router_losses(models, _recorded_load(models, prepared))
     sums, step = _step(models, models.actor, prepared, terms, losses, len(POLICY_SUMS))
     metrics |= (
-        found
+        weight_metrics
         | step
         | {f"mismatch/anchor_{k}": v for k, v in mismatch_metrics(anchor[kept], scored.behaviour[kept]).items()}
     )
@@ -261,8 +261,8 @@ def _replay_metrics(models: ActorCritic) -> dict[str, float]:
         table[layers.index(handle.layer)] = torch.cat((handle.agreed, handle.missing))
     dist.all_reduce(table)
     agreement = table[:, 0] / table[:, 1].clamp(min=1)
-    found = {f"replay/agreement_layer{layer}": float(value) for layer, value in zip(layers, agreement, strict=True)}
-    return found | {
+    shares = {f"replay/agreement_layer{layer}": float(value) for layer, value in zip(layers, agreement, strict=True)}
+    return shares | {
         "replay/agreement": float(table[:, 0].sum() / table[:, 1].sum().clamp(min=1)),
         "replay/missing": float(table[:, 2].sum() / table[:, 3].sum().clamp(min=1)),
     }

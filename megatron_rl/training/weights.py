@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,8 +18,6 @@ from megatron_rl.backend.model import Model
 from megatron_rl.backend.step import Readout
 from megatron_rl.backend.weights import export_hf
 from megatron_rl.batching import actor_stream
-from megatron_rl.engines.canary import Canary
-from megatron_rl.engines.publication import write_publication
 from megatron_rl.files import make_durable
 from megatron_rl.hf.shard_file import Piece
 from megatron_rl.hf.writer import StreamingWriter, replace_directory
@@ -26,6 +25,9 @@ from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.rollouts.store import select_rows
 from megatron_rl.training.actor_critic import ActorCritic
 from megatron_rl.training.forward import policy_logprobs
+
+if TYPE_CHECKING:
+    from megatron_rl.engines.canary import Canary
 
 
 def publish_weights(models: ActorCritic, directory: Path, *, canary: Canary | None = None, keep: int = 3) -> Path:
@@ -40,6 +42,9 @@ def publish_weights(models: ActorCritic, directory: Path, *, canary: Canary | No
         canary: what the trainer says of these weights, for engines to check theirs against.
         keep: versions kept: an engine may still be reading the one before.
     """
+    # Imported where it is used: a run on recorded rollouts publishes nothing and imports no engine.
+    from megatron_rl.engines.publication import write_publication
+
     target = directory / f"version-{models.version:06d}"
     staged = target.with_name(f".{target.name}.staged")
     pieces = write_hashed_hf(models.actor.model, staged, models.config.model.path)
@@ -76,6 +81,8 @@ def make_canary(models: ActorCritic, batch: RolloutBatch) -> Canary | None:
     Returns:
         None where no sequence has two tokens.
     """
+    from megatron_rl.engines.canary import Canary
+
     row = _choose(batch.lengths)
     if row is None:
         return None

@@ -257,7 +257,7 @@ def reject(plain: dict, times: int) -> tuple[int, str]:
     from megatron_rl.training.trainer import Trainer
     from megatron_rl.training.stopping import Stopped, StopRequest
 
-    stream.LOOK_SECONDS = 0.05
+    stream.POLL_SECONDS = 0.05
     config, stop = parse_config(plain), StopRequest()
     exchange = Exchange(Path(config.output))
     trainer = Trainer(config, topology.initialize(config.parallel, seed=0), make_task("frozen_lake", {}), Watch(None), stop)

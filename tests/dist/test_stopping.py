@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.dist.pool import RankPool
-from tests.dist.test_training import _config, _Watch, tiny  # noqa: F401  (a fixture)
+from tests.dist.test_training import LAKE, _config, _Watch, assert_moved, tiny  # noqa: F401  (a fixture)
 
 BOUNDARIES = {
     "while playing": 1,
@@ -40,7 +40,7 @@ def run(config, stop_at: int | None = None) -> tuple[list[dict[str, float]], boo
 
     watch = _Watch()
     place = topology.initialize(config.parallel, seed=config.seed)
-    trainer = Trainer(config, place, make_task("frozen_lake", {"evaluation_maps": 4}), watch, AtQuestion())
+    trainer = Trainer(config, place, make_task("frozen_lake", LAKE), watch, AtQuestion())
     try:
         trainer.run()
     except Stopped:
@@ -61,6 +61,7 @@ def unbroken(ranks: RankPool, tiny: Path, tmp_path_factory: pytest.TempPathFacto
     output = tmp_path_factory.mktemp("unbroken")
     rows, stopped = ranks.run(run, 2, _config(tiny, output, parallel={"pipeline": 2}))[0]
     assert not stopped
+    assert_moved(tiny, output)
     return output, rows
 
 

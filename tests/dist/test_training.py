@@ -33,6 +33,10 @@ def _config(path: Path, output: Path, **changes):
     return parse_config(settings)
 
 
+LAKE = {"evaluation_maps": 4, "invalid_reward": -0.1, "step_reward": -0.02}
+"""A lake on which an untrained policy earns something: advantages differ, so that weights and moments move."""
+
+
 class _Watch:
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -43,14 +47,14 @@ class _Watch:
         self.rows.append({"iteration": iteration, **values})
 
 
-def _loop(config, **task):
+def _loop(config):
     from megatron_rl.backend import topology
     from megatron_rl.environments.tasks import make_task
     from megatron_rl.training.trainer import Trainer
 
     watch = _Watch()
     place = topology.initialize(config.parallel, seed=config.seed)
-    return Trainer(config, place, make_task("frozen_lake", {"evaluation_maps": 4, **task}), watch), watch
+    return Trainer(config, place, make_task("frozen_lake", LAKE), watch), watch
 
 
 def train(config) -> list[dict[str, float]]:
@@ -58,6 +62,21 @@ def train(config) -> list[dict[str, float]]:
     trainer, watch = _loop(config)
     trainer.run()
     return [{k: v for k, v in row.items() if not k.startswith(("seconds/", "throughput/"))} for row in watch.rows]
+
+
+def moved(before: Path, output: Path) -> dict[str, float]:
+    """How far training moved each HF tensor of the policy that a run exported."""
+    from safetensors.torch import load_file
+
+    old, new = load_file(before / "model.safetensors"), load_file(output / "export/model.safetensors")
+    assert old.keys() == new.keys()
+    return {name: float((new[name].float() - weight.float()).abs().max()) for name, weight in old.items()}
+
+
+def assert_moved(before: Path, output: Path) -> None:
+    """Runs that train nothing are equal whatever a restart lost: every tensor has to be another one."""
+    still = [name for name, distance in moved(before, output).items() if distance < 1e-5]
+    assert still == []
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +91,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_resumed_run_is_the_unbroken_run(ranks: RankPool, tiny: Path, tmp_path: Path) -> None:
     whole = ranks.run(train, 2, _config(tiny, tmp_path / "whole", parallel={"expert": 2}))[0]
+    assert_moved(tiny, tmp_path / "whole")
     short = _config(tiny, tmp_path / "broken", parallel={"expert": 2}, iterations=2, checkpoint={"every": 1})
     ranks.run(train, 2, short)
     rest = ranks.run(train, 2, _config(tiny, tmp_path / "broken", parallel={"expert": 2}))[0]
@@ -150,12 +170,7 @@ def count_passes(config) -> dict[str, tuple[int, int]]:
     return found
 
 
-EVERY_PASS = {
-    "policy_loss": "st_ppo",
-    "clipping_bias": "exact",
-    "turn_is_advantage": "mean",
-    "aux_loss_coef": 0.01,
-}
+EVERY_PASS = {"policy": {"name": "st_ppo", "clipping_bias": "exact", "advantage": "mean"}, "router_losses": {"aux_coef": 0.01}}
 """Over an EWMA anchor: log-probs of the anchor, of the whole step, the norm of what clipping cuts away, and the step."""
 
 
@@ -243,6 +258,7 @@ def test_phase_offload_changes_nothing_but_memory(ranks: RankPool, tiny: Path, t
         return _config(tiny, output, parallel=layout, model={"dtype": dtype}, iterations=2, first_step_check={"enabled": False})
 
     kept, offloaded = (ranks.run(train, 2, settings(offload))[0] for offload in (False, True))
+    assert_moved(tiny, tmp_path / f"{dtype}-True")
     assert [row.keys() for row in kept] == [row.keys() for row in offloaded]
     for before, after in zip(kept, offloaded, strict=True):
         assert {k for k in before if not np.array_equal(before[k], after[k], equal_nan=True)} == set()

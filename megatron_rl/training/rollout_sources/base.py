@@ -1,5 +1,4 @@
-"""The loop's one interface to rollouts. Wherever they come from, they are read from recorded files and pass the
-entrance."""
+"""The trainer's one interface to rollouts. Wherever they come from, they are read from recorded files and validated."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ class IterationRollouts:
 
 
 class RolloutSource(Protocol):
-    """A context of rollouts. Every method is collective: all ranks call it, in the same order."""
+    """Gives each iteration its rollouts. All methods but `close` are collective: ranks call them in the same order."""
 
     def next_rollouts(self, iteration: int, version: int) -> IterationRollouts | None:
         """The rollouts of this iteration, trained by weights `version`; None: there are no more.
@@ -35,7 +34,7 @@ class RolloutSource(Protocol):
         ...
 
     def replay(self, batch: RolloutBatch) -> IterationRollouts:
-        """The rollouts that a lost run had trained the next iteration on, in place of `next_rollouts`.
+        """The rollouts that a lost run trained this iteration on, in place of `next_rollouts`.
 
         Args:
             batch: read again from the ledger's entry.
@@ -43,7 +42,7 @@ class RolloutSource(Protocol):
         ...
 
     def publish(self, models: ActorCritic, batch: RolloutBatch | None = None) -> None:
-        """Go on with the actor's present weights, which are `models.version`.
+        """Play on with the actor's present weights, which are version `models.version`.
 
         Args:
             models: the live parts.
@@ -52,11 +51,11 @@ class RolloutSource(Protocol):
         ...
 
     def evaluate(self, episodes: int, *, final: bool) -> Mapping[str, float]:
-        """`evaluation/success`, greedy success on held-out episodes; empty where there is nothing to tell.
+        """`evaluation/success`, greedy success on held-out episodes; empty where there is no result.
 
         Args:
             episodes: how many are played.
-            final: the run ends: wait for the answer.
+            final: the run ends: wait for the result.
         """
         ...
 
@@ -69,19 +68,19 @@ class RolloutSource(Protocol):
         ...
 
     def close(self, *, complete: bool) -> None:
-        """The loop is left. `complete`: the run is over, not only stopped. Not collective; may be called in a crash."""
+        """The run ends here. `complete`: its last iteration is done. Not collective; also called after an error."""
         ...
 
 
 @dataclass(frozen=True)
 class SourceContext:
-    """What sources are made of."""
+    """What every source is made from."""
 
     config: RunConfig
     fingerprint: ModelFingerprint
     """Whose rollouts are accepted."""
     ledger: Ledger
-    """What was trained on, and what a lost run had been about to."""
+    """What was trained on, and what iterations that no checkpoint saw were trained on."""
     stop: StopRequest
 
     @property

@@ -1,4 +1,4 @@
-"""Where an iteration's rollouts come from: played by the trainer, streamed from a rollout process, or recorded."""
+"""Which source a configuration asks for."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def make_rollout_source(context: SourceContext, task: Task | None, models: Actor
         from megatron_rl.training.rollout_sources.recorded import RecordedRolloutSource
 
         return RecordedRolloutSource(context)
+    assert task is not None, "only recorded rollouts are trained on without a task"
     if context.config.rollout.has_process:
         from megatron_rl.environments.levels import training_tasks
         from megatron_rl.training.rollout_sources.streaming import StreamingRolloutSource
 
-        # The rollout process would refuse the same, later, and with its words in a log.
+        # The rollout worker would refuse the same levels, but later, and in its log.
         training_tasks(context.config, task)
         return StreamingRolloutSource(context, models)
     from megatron_rl.training.rollout_sources.sync import SyncRolloutSource

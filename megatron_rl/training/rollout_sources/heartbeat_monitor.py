@@ -1,4 +1,4 @@
-"""Whether a rollout process is alive, judged by its heartbeat file alone: it may run anywhere."""
+"""Whether a rollout worker is alive, judged by its heartbeat file alone: it may run anywhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class HeartbeatMonitor:
-    """Watches one heartbeat. What counts is that the file changes while we look, by our own clock.
+    """Watches one heartbeat file. Only that it changes counts, timed by this process's clock: clocks may differ.
 
     Args:
         exchange: the run's files.
@@ -24,48 +24,48 @@ class HeartbeatMonitor:
 
     def __init__(self, exchange: Exchange, rollout: RolloutConfig) -> None:
         self._exchange, self._rollout = exchange, rollout
-        self.begin()
+        self.expect_start()
 
-    def begin(self) -> None:
-        """A process was just started: it has `start_timeout` seconds for its first beat."""
-        self._old = self._exchange.heartbeat()
+    def expect_start(self) -> None:
+        """A worker was just started: it has `start_timeout` seconds for its first heartbeat."""
+        self._last = self._exchange.heartbeat()
         self._alive = False
         self._changed = time.monotonic()
-        self.expect()
+        self.start_waiting()
 
-    def expect(self) -> None:
-        """The caller begins to wait for something: reports count from here."""
+    def start_waiting(self) -> None:
+        """The caller begins to wait for something: REPORT_SECONDS count from here."""
         self._reported = time.monotonic()
 
     @property
     def finished(self) -> bool:
-        """Whether the process said that nothing will follow."""
+        """Whether the worker has ended and no trajectory will follow."""
         heartbeat, _ = self._exchange.heartbeat()
         return heartbeat is not None and heartbeat.state == "finished"
 
     def check(self, missing: str) -> None:
-        """Look once, and tell the log now and then what is waited for.
+        """Read the heartbeat once; logs what is waited for every REPORT_SECONDS.
 
         Args:
             missing: what the caller waits for.
 
         Raises:
-            LaunchError: the process has given no sign of life for too long, or said that it failed.
+            LaunchError: the heartbeat has not changed for too long, or says that the worker failed.
         """
-        now, seen = time.monotonic(), self._exchange.heartbeat()
-        if seen != self._old:
-            self._old, self._changed, self._alive = seen, now, True
-        heartbeat = seen[0]
+        now, latest = time.monotonic(), self._exchange.heartbeat()
+        if latest != self._last:
+            self._last, self._changed, self._alive = latest, now, True
+        heartbeat = latest[0]
         if self._alive and heartbeat is not None and heartbeat.state == "failed":
             raise self._dead(missing, f"it failed: {heartbeat.problem}")
         # An engine that loads a large model may hold the process up for minutes.
         started = self._alive and heartbeat is not None and heartbeat.state != "starting"
         limit = self._rollout.heartbeat_timeout if started else self._rollout.start_timeout
         if now - self._changed > limit:
-            raise self._dead(missing, f"no sign of life for {now - self._changed:.0f} s, last {_told(heartbeat)}")
+            raise self._dead(missing, f"no sign of life for {now - self._changed:.0f} s, last {_describe(heartbeat)}")
         if now - self._reported > REPORT_SECONDS:
             self._reported = now
-            _log.warning("waiting for rollouts: %s; rollout process: %s", missing, _told(heartbeat))
+            _log.warning("waiting for rollouts: %s; rollout process: %s", missing, _describe(heartbeat))
 
     def _dead(self, missing: str, found: str) -> LaunchError:
         free = shutil.disk_usage(self._exchange.output).free
@@ -78,8 +78,8 @@ class HeartbeatMonitor:
         )
 
 
-def _told(heartbeat: Heartbeat | None) -> str:
+def _describe(heartbeat: Heartbeat | None) -> str:
     if heartbeat is None:
         return "nothing heard yet"
-    hindered = f", {heartbeat.problem}" if heartbeat.problem else ""
-    return f"{heartbeat.state} with version {heartbeat.version}, {heartbeat.recorded} recorded{hindered}"
+    problem = f", {heartbeat.problem}" if heartbeat.problem else ""
+    return f"{heartbeat.state} with version {heartbeat.version}, {heartbeat.recorded} recorded{problem}"

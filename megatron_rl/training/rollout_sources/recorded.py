@@ -20,14 +20,11 @@ from megatron_rl.rollouts.store import read_batch, read_manifest, select_rows
 from megatron_rl.run_dir import ledger
 from megatron_rl.training.actor_critic import ActorCritic
 from megatron_rl.training.rollout_sources.base import IterationRollouts, SourceContext
-from megatron_rl.training.rollout_sources.validation import validated
-
-_ANY_VERSION = np.iinfo(np.int32).max
-"""Versions of another run count from another beginning: none is refused as too new."""
+from megatron_rl.training.rollout_sources.validation import ANY_VERSION, validated
 
 
 class RecordedRolloutSource:
-    """See `Source`. Rollouts end when the records do.
+    """Reads recorded rollouts, in order, until there are no more.
 
     Args:
         context: configuration (`rollout.recorded`) and what belongs to it.
@@ -45,41 +42,41 @@ class RecordedRolloutSource:
         """Trajectories given out so far, where there is no ledger."""
 
     def next_rollouts(self, iteration: int, version: int) -> IterationRollouts | None:
-        """See `Source`."""
+        """The iteration's entry of the ledger, or the next `rollout.episodes` trajectories; None past the last."""
         if self._entries:
             entry = self._entries.get(iteration)
-            return None if entry is None else self._deliver(ledger.reread(entry, self._directory), version)
+            return None if entry is None else self._validated(ledger.reread(entry, self._directory), version)
         count = self._context.config.rollout.episodes
         batch = _slice(self._shards, self._given, self._given + count)
         if batch is None:
             return None
         self._given += len(batch)
-        return self._deliver(batch, _ANY_VERSION)
+        return self._validated(batch, ANY_VERSION)
 
     def replay(self, batch: RolloutBatch) -> IterationRollouts:
-        """See `Source`: what comes next comes after these."""
+        """The rollouts as they are; the next ones are those after them."""
         self._given += self._context.config.rollout.episodes
         return IterationRollouts(batch)
 
     def publish(self, models: ActorCritic, batch: RolloutBatch | None = None) -> None:
-        """See `Source`: nobody plays."""
+        """Nothing: nobody plays."""
 
     def evaluate(self, episodes: int, *, final: bool) -> Mapping[str, float]:
-        """See `Source`: nobody plays."""
+        """Nothing: nobody plays."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """See `Source`."""
+        """How many trajectories were given out."""
         return {"given": self._given}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See `Source`."""
+        """Continue after the trajectories that were given out."""
         self._given = state.get("given", 0)
 
     def close(self, *, complete: bool) -> None:
-        """See `Source`."""
+        """Nothing to close."""
 
-    def _deliver(self, batch: RolloutBatch, version: int) -> IterationRollouts:
+    def _validated(self, batch: RolloutBatch, version: int) -> IterationRollouts:
         side = self._context.output / "rollouts"
         kept, _ = validated(self._context.config, batch, self._context.fingerprint, version, side)
         return IterationRollouts(kept)

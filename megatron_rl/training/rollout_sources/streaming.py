@@ -1,9 +1,11 @@
-"""Rollouts from a rollout process: the trainer takes finished trajectories from the stream of shards, waits when there
-are too few, and publishes weights that the process picks up while it plays.
+"""Rollouts from a rollout worker: the trainer takes finished trajectories from a stream of shards, waits when there are
+too few, and publishes weights that the worker loads while it plays.
 
-Nothing passes between the two but files (`exchange`), so either may run on other nodes and either may be started again.
-Which trajectories an iteration takes is in the ledger before it trains on them: a resumed run, and a replay of the
-files, takes the same ones.
+Nothing passes between the two but files (`run_dir.exchange`), so either may run on other nodes and either may be
+started again. Which trajectories an iteration takes is in the ledger before it trains on them: a resumed run, and a
+replay of the files, takes the same ones.
+
+Files are polled by rank 0 alone, which broadcasts what it saw: shared file systems show ranks different things.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import logging
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithm.metrics import staleness_metrics
 from megatron_rl.algorithm.selection import episodes_to_refill
 from megatron_rl.backend import platform
 from megatron_rl.environments.levels import curriculum_metrics
@@ -37,30 +41,32 @@ from megatron_rl.training.rollout_sources.worker_process import WorkerProcess
 from megatron_rl.training.stopping import Stopped
 from megatron_rl.training.weights import make_canary, publish_weights
 
-LOOK_SECONDS = 2.0
-"""How long the first rank looks before all ranks agree to look again (and whether to stop)."""
-PAUSE_SECONDS = 0.1
+POLL_SECONDS = 2.0
+"""How long rank 0 polls before all ranks ask each other whether to stop."""
+POLL_INTERVAL = 0.1
 VISIBLE_SECONDS = 60.0
-"""How long a node's view of a shared file system may lag behind the first rank's."""
+"""How long a node's view of a shared file system may lag behind rank 0's."""
 PUBLICATIONS = 2
 """How often one version is published before a refusal by the engine ends the run."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Look:
-    """What the first rank saw, for all."""
+class _Poll:
+    """What rank 0 saw in the run directory, for all ranks. Without any field set: nothing yet, poll again."""
 
+    done: bool = False
+    """What was waited for is there, or will never be; `rows` and `metrics` count."""
     rows: tuple[Row, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
     rejected: str | None = None
     """Why an engine refuses the newest weights."""
     error: MegatronRLError | None = None
-    metrics: Mapping[str, float] | None = None
-    """Of the stream; set where the look is not to be repeated."""
+    """To be raised on every rank."""
 
 
 class StreamingRolloutSource:
-    """See `Source`. The run's weights are published when it is made.
+    """Takes the trajectories that a rollout worker streams to disk. The present weights are published on construction.
 
     Args:
         context: configuration and what belongs to it.
@@ -71,120 +77,131 @@ class StreamingRolloutSource:
     """
 
     def __init__(self, context: SourceContext, models: ActorCritic) -> None:
-        self._context, self._agents, self._config = context, models, context.config
+        self._context, self._models, self._config = context, models, context.config
         self._exchange = Exchange(context.output)
-        self._first = dist.get_rank() == 0
-        self._batch: RolloutBatch | None = None
-        self._publications = self._extra = 0
+        self._is_first_rank = dist.get_rank() == 0
+        self._trained_batch: RolloutBatch | None = None
+        """Of the last iteration, for a canary."""
+        self._publications = 0
+        """Of the present version."""
+        self._requested = 0
+        """Trajectories asked for beyond `rollout.episodes`, in this iteration."""
         self._refuse_leftovers()
         entries = ledger.read_entries(context.ledger.path)
-        self._counts = {entry.iteration: sum(len(rows) for _, rows in entry.shards) for entry in entries}
+        self._consumed = {entry.iteration: sum(len(rows) for _, rows in entry.shards) for entry in entries}
         """Trajectories of each iteration in the ledger."""
-        taken = (place for entry in entries for place in entry.rows())
+        taken = (row for entry in entries for row in entry.rows())
         skip = self._config.rollout.on_bad_record == "quarantine"
-        self._index = TrajectoryBuffer(context.output, self._exchange.stream, taken, skip_damaged=skip)
-        self._told = set(self._exchange.evaluations())
+        self._buffer = TrajectoryBuffer(context.output, self._exchange.stream, taken, skip_damaged=skip)
+        self._reported = set(self._exchange.evaluations())
+        """Versions whose evaluation is in the metrics already."""
         self._publish()
-        own = self._first and not self._config.rollout.external
-        self._signs = HeartbeatMonitor(self._exchange, self._config.rollout)
-        self._child = WorkerProcess(self._config, self._exchange) if own else None
+        own = self._is_first_rank and not self._config.rollout.external
+        self._monitor = HeartbeatMonitor(self._exchange, self._config.rollout)
+        self._worker = WorkerProcess(self._config, self._exchange) if own else None
 
     def next_rollouts(self, iteration: int, version: int) -> IterationRollouts | None:
-        """See `Source`.
+        """Wait for `rollout.episodes` trajectories of the stream; None: the worker has finished and none is left.
 
         Raises:
-            LaunchError: no rollout process is alive.
+            Stopped: on every rank; the run was asked to stop meanwhile.
+            LaunchError: no rollout worker is alive.
             EngineVersionError: an engine refused the newest weights repeatedly.
         """
         started, algorithm = time.monotonic(), self._config.algorithm
-        look = self._wait(lambda: self._look_for_rows(self._config.rollout.episodes, version))
-        rows, metrics, rounds = list(look.rows), {**look.metrics}, 1
+        poll = self._wait_for(partial(self._poll_rows, self._config.rollout.episodes, version))
+        rows, metrics, rounds = list(poll.rows), dict(poll.metrics), 1
         if not rows:
             return None
         batch = self._read(iteration, version, rows)
         # Dynamic sampling drops groups of equal rewards when the batch is scored: others are taken in their place.
         while rounds < algorithm.sampling_rounds and (more := episodes_to_refill(self._config, batch)):
-            self._ask_for(more, version)
-            look = self._wait(lambda more=more: self._look_for_rows(more, version))
-            rows, metrics, rounds = [*rows, *look.rows], metrics | look.metrics, rounds + 1
+            self._request_more(more, version)
+            poll = self._wait_for(partial(self._poll_rows, more, version))
+            rows, metrics, rounds = [*rows, *poll.rows], {**metrics, **poll.metrics}, rounds + 1
             batch = self._read(iteration, version, rows)
-        self._counts[iteration], self._extra = len(rows), 0
-        told = {"sampling/rounds": float(rounds), "sampling/played": float(len(rows))}
-        told = told if algorithm.dynamic_sampling else {}
-        waited = {"stream/wait_seconds": time.monotonic() - started}
-        return IterationRollouts(batch, {**metrics, **staleness_metrics(batch, version), **told, **waited})
+        self._consumed[iteration], self._requested = len(rows), 0
+        metrics |= _staleness(batch, version)
+        if algorithm.dynamic_sampling:
+            metrics |= {"sampling/rounds": float(rounds), "sampling/played": float(len(rows))}
+        metrics["stream/wait_seconds"] = time.monotonic() - started
+        return IterationRollouts(batch, metrics)
 
     def replay(self, batch: RolloutBatch) -> IterationRollouts:
-        """See `Source`: the index gives them to nobody else."""
+        """The rollouts as they are: the ledger has them, so the buffer gives them to no other iteration."""
         if self._config.rollout.colocated:
-            # The engine takes up the present weights on that device all the same.
-            self._wait(self._look_for_the_device)
+            # The engine loads the present weights on the shared device all the same.
+            self._wait_for(self._poll_device)
         return IterationRollouts(batch)
 
     def publish(self, models: ActorCritic, batch: RolloutBatch | None = None) -> None:
-        """See `Source`."""
-        self._batch, self._publications = batch, 0
+        """Write the weights, with a canary scored on `batch`, and room for the episodes of another iteration."""
+        self._trained_batch, self._publications = batch, 0
         self._publish()
 
     def evaluate(self, episodes: int, *, final: bool) -> Mapping[str, float]:
-        """See `Source`: what the rollout process found earlier comes with a rollouts; only the last is waited for."""
-        version = self._agents.version
-        self._signs.expect()
+        """The worker's evaluation of the last version. Earlier ones come with the metrics of later rollouts."""
+        version = self._models.version
+        self._monitor.start_waiting()
         while final:
-            look = self._agree(lambda: self._look_for_evaluation(version))
-            if look.metrics is not None:
-                return look.metrics
+            poll = self._poll_together(partial(self._poll_evaluation, version))
+            if poll.done:
+                return poll.metrics
         return {}
 
     def state(self) -> dict[str, Any]:
-        """See `Source`: all of it is in the ledger."""
+        """Nothing: which trajectories were taken is in the ledger."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See `Source`."""
+        """Nothing to restore."""
 
     def close(self, *, complete: bool) -> None:
-        """See `Source`. An external rollout process ends when the run is complete, and waits when it was stopped."""
-        if self._first and complete:
-            self._exchange.write_progress(Progress(self._agents.version, self._room_made, done=True))
-        if self._child is not None:
-            self._child.close(wait=complete)
+        """End the worker that was started here. An external one ends when the run is complete, and waits otherwise."""
+        if self._is_first_rank and complete:
+            self._exchange.write_progress(Progress(self._models.version, self._trajectories_taken, done=True))
+        if self._worker is not None:
+            self._worker.close(wait=complete)
 
-    def _wait(self, look: Callable[[], _Look | None]) -> _Look:
-        """The first look that finds what it looks for, or that there will never be."""
-        self._signs.expect()
+    def _wait_for(self, poll: Callable[[], _Poll | None]) -> _Poll:
+        """Poll until done. Publishes refused weights again. Collective.
+
+        Raises:
+            Stopped: on every rank.
+        """
+        self._monitor.start_waiting()
         while True:
-            found = self._agree(look)
-            if found.rejected is not None:
-                self._publish_again(found.rejected)
-            if found.metrics is not None:
-                return found
+            seen = self._poll_together(poll)
+            if seen.rejected is not None:
+                self._publish_again(seen.rejected)
+            if seen.done:
+                return seen
             if self._context.stop.agreed():
                 raise Stopped
 
-    def _ask_for(self, more: int, version: int) -> None:
-        """Give room for further episodes before this iteration's weights are there."""
-        self._extra += more
-        if self._first:
-            self._exchange.write_progress(Progress(version, self._room_made))
+    def _request_more(self, more: int, version: int) -> None:
+        """Let the worker begin further episodes before the next version."""
+        self._requested += more
+        if self._is_first_rank:
+            self._exchange.write_progress(Progress(version, self._trajectories_taken))
 
     @property
-    def _room_made(self) -> int:
-        """Trajectories of completed iterations, those given up, and those asked for beyond an iteration's own."""
-        done = sum(count for iteration, count in self._counts.items() if iteration < self._agents.version)
-        return done + self._index.expired + self._extra
+    def _trajectories_taken(self) -> int:
+        """Trajectories of completed iterations, discarded ones, and those requested beyond an iteration's own."""
+        done = sum(count for iteration, count in self._consumed.items() if iteration < self._models.version)
+        return done + self._buffer.expired + self._requested
 
     def _publish(self) -> None:
         self._publications += 1
-        canary = None if self._batch is None else make_canary(self._agents, self._batch)
-        if self._first:
-            self._exchange.forget_rejection(self._agents.version)
-        publish_weights(self._agents, self._exchange.weights, canary=canary)
-        if self._first:
-            self._exchange.write_progress(Progress(self._agents.version, self._room_made))
+        canary = None if self._trained_batch is None else make_canary(self._models, self._trained_batch)
+        if self._is_first_rank:
+            self._exchange.forget_rejection(self._models.version)
+        publish_weights(self._models, self._exchange.weights, canary=canary)
+        if self._is_first_rank:
+            self._exchange.write_progress(Progress(self._models.version, self._trajectories_taken))
 
     def _publish_again(self, reason: str) -> None:
-        version = self._agents.version
+        version = self._models.version
         if self._publications >= PUBLICATIONS:
             raise EngineVersionError(
                 f"an engine refuses weight version {version}, published {self._publications} times",
@@ -200,91 +217,91 @@ class StreamingRolloutSource:
         side = self._exchange.stream.parent
         return validated(self._config, batch, self._context.fingerprint, version, side)[0]
 
-    def _look_for_rows(self, count: int, version: int) -> _Look | None:
-        # Before the scan: what is on disk by then is all of what it counts.
+    def _poll_rows(self, count: int, version: int) -> _Poll | None:
+        # Read before the scan: then all trajectories it counts are found.
         heartbeat, _ = self._exchange.heartbeat()
-        given_up = self._index.expired
-        self._index.scan()
-        if self._config.rollout.colocated and not self._device_is_free(version):
-            return self._look_for_trouble("the engine still holds the device")
+        discarded = self._buffer.expired
+        self._buffer.scan()
+        if self._config.rollout.colocated and not self._engine_sleeps(version):
+            return self._poll_faults("the engine still holds the device")
         rows = self._take(count, version)
-        if not rows and self._is_stuck(heartbeat):
-            self._index.give_up_partial()
-        if self._index.expired > given_up:
-            # Others may be played in their place, now.
-            self._exchange.write_progress(Progress(version, self._room_made))
-        if not rows and self._signs.finished:
-            # Its last shards may have appeared after the scan and before its last word.
-            self._index.scan()
+        if not rows and self._groups_stay_incomplete(heartbeat):
+            self._buffer.discard_incomplete_groups()
+        if self._buffer.expired > discarded:
+            # Other episodes may be played in their place, now.
+            self._exchange.write_progress(Progress(version, self._trajectories_taken))
+        if not rows and self._monitor.finished:
+            # Its last shards may have appeared after the scan and before its last heartbeat.
+            self._buffer.scan()
             rows = self._take(count, version) or self._take(1, version, all_left=True)
-            return _Look(tuple(rows), metrics=self._metrics())
+            return _Poll(done=True, rows=tuple(rows), metrics=self._stream_metrics())
         if rows:
-            return _Look(tuple(rows), metrics=self._metrics())
-        return self._look_for_trouble(f"{len(self._index.waiting)} of {count} trajectories are there")
+            return _Poll(done=True, rows=tuple(rows), metrics=self._stream_metrics())
+        return self._poll_faults(f"{len(self._buffer.waiting)} of {count} trajectories are there")
 
-    def _look_for_the_device(self) -> _Look | None:
-        if self._device_is_free(self._agents.version):
-            return _Look(metrics={})
-        return self._look_for_trouble("the engine still holds the device")
+    def _poll_device(self) -> _Poll | None:
+        if self._engine_sleeps(self._models.version):
+            return _Poll(done=True)
+        return self._poll_faults("the engine still holds the device")
 
-    def _look_for_trouble(self, meanwhile: str) -> _Look | None:
-        if (reason := self._exchange.rejection(self._agents.version)) is not None:
-            return _Look(rejected=reason)
-        self._check_life(meanwhile)
+    def _poll_faults(self, missing: str) -> _Poll | None:
+        """Whether an engine refuses the weights; raises where no worker is alive. `missing`: what is waited for."""
+        if (reason := self._exchange.rejection(self._models.version)) is not None:
+            return _Poll(rejected=reason)
+        self._check_worker(missing)
         return None
 
-    def _is_stuck(self, heartbeat: Heartbeat | None) -> bool:
-        """Whether groups that lack a member will lack it for ever: the rollout process has no room and nothing in
-        flight, and we know all that it recorded. An environment that failed to start leaves such groups."""
+    def _groups_stay_incomplete(self, heartbeat: Heartbeat | None) -> bool:
+        """Whether groups that lack a member will never be complete: the worker has no room and no episode in flight,
+        and all that it recorded is found. An environment that failed to start leaves such groups."""
         if heartbeat is None or not self._config.rollout.complete_groups:
             return False
         idle = heartbeat.state in ("waiting", "asleep") and heartbeat.in_flight == 0
-        return idle and heartbeat.recorded == self._index.found
+        return idle and heartbeat.recorded == self._buffer.found
 
-    def _device_is_free(self, version: int) -> bool:
-        """Whether the engine has gone to sleep after all that we found, and under these weights."""
+    def _engine_sleeps(self, version: int) -> bool:
+        """Whether the engine sleeps, after recording all that is found, and under these weights."""
         heartbeat, _ = self._exchange.heartbeat()
         if heartbeat is None or heartbeat.state not in ("asleep", "finished"):
             return False
-        return heartbeat.version == version and heartbeat.recorded >= self._index.found
+        return heartbeat.version == version and heartbeat.recorded >= self._buffer.found
 
     def _take(self, count: int, version: int, *, all_left: bool = False) -> list[Row]:
         rollout = self._config.rollout
-        whole = rollout.complete_groups
-        how = {"whole_groups": whole, "drop": rollout.stragglers == "drop"}
         if all_left:
-            count = max(count, sum(row.newest <= version for row in self._index.waiting))
-        return self._index.take(count, version, rollout.staleness, **how)
+            count = max(count, sum(row.newest <= version for row in self._buffer.waiting))
+        whole, drop = rollout.complete_groups, rollout.stragglers == "drop"
+        return self._buffer.take(count, version, rollout.staleness, whole_groups=whole, drop=drop)
 
-    def _look_for_evaluation(self, version: int) -> _Look | None:
+    def _poll_evaluation(self, version: int) -> _Poll | None:
         if version in self._exchange.evaluations():
-            return _Look(metrics=self._news())
+            return _Poll(done=True, metrics=self._new_evaluation())
         try:
-            self._check_life(f"the evaluation of version {version} is not there")
+            self._check_worker(f"the evaluation of version {version} is not there")
         except MegatronRLError as error:
             _log.warning("the last evaluation is missing: %s", error)
-            return _Look(metrics={})
-        return _Look(metrics={}) if self._signs.finished else None
+            return _Poll(done=True)
+        return _Poll(done=True) if self._monitor.finished else None
 
-    def _check_life(self, missing: str) -> None:
-        if self._child is not None and self._child.revive():
-            self._signs.begin()
-        self._signs.check(missing)
+    def _check_worker(self, missing: str) -> None:
+        if self._worker is not None and self._worker.restart_if_dead():
+            self._monitor.expect_start()
+        self._monitor.check(missing)
 
-    def _metrics(self) -> dict[str, float]:
-        index = self._index
+    def _stream_metrics(self) -> dict[str, float]:
+        buffer = self._buffer
         return {
-            "stream/waiting": float(len(index.waiting)),
-            "stream/expired": float(index.expired),
-            "stream/bytes_per_token": index.bytes / max(index.tokens, 1),
+            "stream/waiting": float(len(buffer.waiting)),
+            "stream/expired": float(buffer.expired),
+            "stream/bytes_per_token": buffer.bytes / max(buffer.tokens, 1),
             "stream/trainer_peak_bytes": float(peak_bytes()),
-            **self._news(),
-            **self._curriculum(),
-            **self._engine_memory(),
+            **self._new_evaluation(),
+            **self._curriculum_metrics(),
+            **self._memory_metrics(),
         }
 
-    def _engine_memory(self) -> dict[str, float]:
-        """What the engine held when it last left the device, and after that; nothing where it does not leave."""
+    def _memory_metrics(self) -> dict[str, float]:
+        """Memory of the engine before and after it last slept; nothing where it does not sleep."""
         heartbeat, _ = self._exchange.heartbeat()
         if heartbeat is None or not heartbeat.awake_bytes:
             return {}
@@ -293,31 +310,32 @@ class StreamingRolloutSource:
             "stream/engine_asleep_bytes": float(heartbeat.asleep_bytes),
         }
 
-    def _curriculum(self) -> dict[str, float]:
-        """What the rollout process plays now."""
+    def _curriculum_metrics(self) -> dict[str, float]:
+        """Level and success of the episodes that the worker begins now."""
         heartbeat, _ = self._exchange.heartbeat()
         if heartbeat is None or heartbeat.level < 0:
             return {}
         return curriculum_metrics(heartbeat.level, heartbeat.success)
 
-    def _news(self) -> dict[str, float]:
-        """The newest evaluation that was not told yet."""
-        found = self._exchange.evaluations()
-        new = sorted(set(found) - self._told)
-        self._told |= set(found)
-        return {"evaluation/success": found[new[-1]], "evaluation/version": float(new[-1])} if new else {}
+    def _new_evaluation(self) -> dict[str, float]:
+        """The newest evaluation that is in no metrics yet."""
+        evaluations = self._exchange.evaluations()
+        new = sorted(set(evaluations) - self._reported)
+        self._reported |= set(evaluations)
+        return {"evaluation/success": evaluations[new[-1]], "evaluation/version": float(new[-1])} if new else {}
 
-    def _agree(self, look: Callable[[], _Look | None]) -> _Look:
-        """What the first rank sees, on every rank; an empty look after LOOK_SECONDS without anything to see.
+    def _poll_together(self, poll: Callable[[], _Poll | None]) -> _Poll:
+        """What rank 0 sees within POLL_SECONDS, on every rank. Collective.
 
         Raises:
-            MegatronRLError: on every rank, what looking raised.
+            MegatronRLError: on every rank, what polling raised.
         """
-        message = [_patiently(look) if self._first else None]
+        message = [_poll_for_a_while(poll) if self._is_first_rank else _Poll()]
         dist.broadcast_object_list(message, src=0)
-        if message[0].error is not None:
-            raise message[0].error
-        return message[0]
+        (seen,) = message
+        if seen.error is not None:
+            raise seen.error
+        return seen
 
     def _refuse_leftovers(self) -> None:
         if not self._config.checkpoint.resume and any(self._exchange.stream.glob("*/*.arrow.json")):
@@ -334,45 +352,37 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def staleness_metrics(batch: RolloutBatch, version: int) -> dict[str, float]:
-    """`stream/staleness_*`: versions between sampling and training, over sampled tokens.
-
-    Returns:
-        `mean`, `max`, the `share` of each age from 0 to the greatest, and `spanning`: the share of trajectories that
-        more than one version sampled.
-    """
-    ages = version - batch.version[batch.action_mask]
-    if not len(ages):
+def _staleness(batch: RolloutBatch, version: int) -> dict[str, float]:
+    """`stream/staleness_*` over all sampled tokens, and `stream/spanning`: the share of trajectories that more than one
+    version sampled."""
+    versions = torch.from_numpy(batch.version[batch.action_mask])
+    if not len(versions):
         return {}
-    counts = np.bincount(np.maximum(ages, 0)) / len(ages)
-    spans = [np.ptp(part[mask]) > 0 for part, mask in _by_trajectory(batch) if mask.any()]
-    return {
-        "stream/staleness_mean": float(ages.mean()),
-        "stream/staleness_max": float(ages.max()),
-        "stream/spanning": float(np.mean(spans)),
-        **{f"stream/staleness_share/{age}": float(share) for age, share in enumerate(counts)},
-    }
-
-
-def _by_trajectory(batch: RolloutBatch):
+    metrics = staleness_metrics(
+        versions, version, prefix="stream/staleness_", share="stream/staleness_share/", oldest=None
+    )
+    metrics["stream/staleness_max"] = float(version - int(versions.min()))
     inner = batch.offsets[1:-1]
-    return zip(np.split(batch.version, inner), np.split(batch.action_mask, inner), strict=True)
+    parts = zip(np.split(batch.version, inner), np.split(batch.action_mask, inner), strict=True)
+    spans = [np.ptp(sampled[mask]) > 0 for sampled, mask in parts if mask.any()]
+    return metrics | {"stream/spanning": float(np.mean(spans))}
 
 
 def _wait_for_files(files: set[Path]) -> None:
-    """Until this node sees them, or for VISIBLE_SECONDS: reading tells what is missing then."""
+    """Until this node sees them, or for VISIBLE_SECONDS: reading them raises then."""
     end = time.monotonic() + VISIBLE_SECONDS
     while not all(file.exists() for file in files) and time.monotonic() < end:
-        time.sleep(PAUSE_SECONDS)
+        time.sleep(POLL_INTERVAL)
 
 
-def _patiently(look: Callable[[], _Look | None]) -> _Look:
-    end = time.monotonic() + LOOK_SECONDS
+def _poll_for_a_while(poll: Callable[[], _Poll | None]) -> _Poll:
+    """The first answer within POLL_SECONDS, else an empty one; an error is an answer."""
+    end = time.monotonic() + POLL_SECONDS
     try:
-        while (found := look()) is None:
+        while (seen := poll()) is None:
             if time.monotonic() > end:
-                return _Look()
-            time.sleep(PAUSE_SECONDS)
-        return found
+                return _Poll()
+            time.sleep(POLL_INTERVAL)
+        return seen
     except MegatronRLError as error:
-        return _Look(error=error)
+        return _Poll(error=error)

@@ -1,6 +1,8 @@
-"""On demand: the embedded engine plays an iteration's episodes on the trainer's ranks when they are asked for.
+"""Rollouts on demand: the embedded engine plays an iteration's episodes on the trainer's ranks.
 
-Recorded files are the only way from an engine to the trainer, here too.
+`SyncRolloutSource` is the trainer's source. Below it, the functions that play this rank's share of episodes, record
+them and measure success; evaluation from the command line and from examples uses them too. Recorded files are the only
+way from an engine to the trainer, here as elsewhere.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import contextlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from megatron_rl.algorithm.selection import episodes_to_refill
 from megatron_rl.backend import platform
 from megatron_rl.config import RunConfig
-from megatron_rl.engines import Generation
+from megatron_rl.engines import Generation, TokenEngine
 from megatron_rl.engines.local import LocalEngine
 from megatron_rl.environments.base import EpisodeSpec, Task
 from megatron_rl.environments.curriculum import LEVEL
@@ -35,7 +38,7 @@ from megatron_rl.training.weights import publish_weights
 
 
 class SyncRolloutSource:
-    """On-policy rollouts. See `Source`.
+    """Plays an iteration's episodes with the weights that train on them.
 
     Args:
         context: configuration and what belongs to it.
@@ -56,55 +59,57 @@ class SyncRolloutSource:
         )
 
     def next_rollouts(self, iteration: int, version: int) -> IterationRollouts | None:
-        """See `Source`. A resumed run plays the same episodes again."""
+        """Play `rollout.episodes` episodes. A resumed run plays the same ones again."""
         config, context = self._context.config, self._context
         # No rank in it: an episode samples the same tokens whichever rank plays it.
         self.engine.reseed(int(np.random.SeedSequence([config.seed, iteration]).generate_state(1)[0]))
         level = self._curriculum.level if self._curriculum else 0
-        where = (config, self.engine, self._levels[level], iteration, context.output / "rollouts", context.stop)
         stamp = {LEVEL: level} if self._curriculum else {}
-        batch, _ = load_validated(config, record(*where, stamp=stamp), context.fingerprint, version)
+        play_and_record = partial(
+            record, config, self.engine, self._levels[level], iteration, context.output / "rollouts", context.stop,
+            stamp=stamp,
+        )  # fmt: skip
+        batch, _ = load_validated(config, play_and_record(), context.fingerprint, version)
         played, rounds = config.rollout.episodes, 1
         # Dynamic sampling drops groups of equal rewards when the batch is scored: others are played in their place.
         while rounds < config.algorithm.sampling_rounds and (more := episodes_to_refill(config, batch)):
-            directory = record(*where, played=played, more=more, stamp=stamp)
+            directory = play_and_record(played=played, more=more)
             batch, _ = load_validated(config, directory, context.fingerprint, version)
             played, rounds = played + more, rounds + 1
-        told = {"sampling/rounds": float(rounds), "sampling/played": float(played)}
-        told = told if config.algorithm.dynamic_sampling else {}
-        return IterationRollouts(batch, told | self._count(batch))
+        sampling = {"sampling/rounds": float(rounds), "sampling/played": float(played)}
+        return IterationRollouts(batch, (sampling if config.algorithm.dynamic_sampling else {}) | self._count(batch))
 
     def replay(self, batch: RolloutBatch) -> IterationRollouts:
-        """See `Source`."""
+        """The rollouts as they are; the curriculum counts them as if they had been played now."""
         return IterationRollouts(batch, self._count(batch))
 
-    def _count(self, batch: RolloutBatch) -> dict[str, float]:
-        """Let the curriculum see an iteration's results, the same on every rank and in any layout."""
-        if self._curriculum is None:
-            return {}
-        level, results = self._curriculum.level, zip(batch.trajectory_ids, batch.metadata, batch.outcome, strict=True)
-        self._curriculum.count(tuple(result) for _, *result in sorted(results, key=lambda result: result[0]))
-        return curriculum_metrics(level, self._curriculum.success)
-
     def publish(self, models: ActorCritic, batch: RolloutBatch | None = None) -> None:
-        """See `Source`."""
+        """Write the weights and load them into the engine."""
         self.engine.load(publish_weights(models, self._context.output / "weights"), models.version)
 
     def evaluate(self, episodes: int, *, final: bool) -> Mapping[str, float]:
-        """See `Source`."""
+        """Play `episodes` held-out episodes greedily."""
         return {"evaluation/success": evaluate(self._context.config, self.engine, self._task, episodes)}
 
     def state(self) -> dict[str, Any]:
-        """See `Source`: episodes are a function of iteration and level."""
+        """The curriculum's level: episodes are a function of iteration and level."""
         return {"curriculum": self._curriculum.state()} if self._curriculum else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See `Source`."""
+        """Continue at the curriculum's level."""
         if self._curriculum and "curriculum" in state:
             self._curriculum.restore(state["curriculum"])
 
     def close(self, *, complete: bool) -> None:
-        """See `Source`."""
+        """Nothing to close."""
+
+    def _count(self, batch: RolloutBatch) -> dict[str, float]:
+        """Have the curriculum count an iteration's results, in an order that no layout changes."""
+        if self._curriculum is None:
+            return {}
+        level, order = self._curriculum.level, sorted(range(len(batch)), key=lambda row: batch.trajectory_ids[row])
+        self._curriculum.count((batch.metadata[row], batch.outcome[row]) for row in order)
+        return curriculum_metrics(level, self._curriculum.success)
 
 
 def my_share(specs: list[EpisodeSpec]) -> list[EpisodeSpec]:
@@ -113,12 +118,18 @@ def my_share(specs: list[EpisodeSpec]) -> list[EpisodeSpec]:
 
 
 def play(
-    config: RunConfig, engine: LocalEngine, task: Task, specs: list[EpisodeSpec], *, greedy: bool
-) -> list[Trajectory]:
-    """Play episodes under the run's limits, which are the same for training and for evaluation."""
+    config: RunConfig, engine: LocalEngine, task: Task, specs: list[EpisodeSpec], *, greedy: bool,
+    stop: StopRequest | None = None,
+) -> list[Trajectory]:  # fmt: skip
+    """Play episodes under the run's limits, which are the same for training and for evaluation. Not collective.
+
+    Raises:
+        Stopped: this rank was asked to stop.
+    """
     context_limit = min(config.batching.token_budget, engine.model.config.max_position_embeddings)
     limits = EpisodeLimits.of(config.rollout, context_limit)
-    return play_episodes(engine, task.make_env, specs, limits, greedy=greedy)
+    player: TokenEngine = engine if stop is None else _StoppableEngine(engine, stop)
+    return play_episodes(player, task.make_env, specs, limits, greedy=greedy)
 
 
 def record(
@@ -153,7 +164,7 @@ def record(
     specs = my_share(task.training_specs(iteration, count)[played:])
     trajectories: list[Trajectory] = []
     with contextlib.suppress(Stopped):
-        trajectories = play(config, _Leaving(engine, stop) if stop else engine, task, specs, greedy=False)
+        trajectories = play(config, engine, task, specs, greedy=False, stop=stop)
     if stop is not None and stop.agreed():
         raise Stopped
     header = engine.header(task.vocabulary.fingerprint)
@@ -164,25 +175,25 @@ def record(
     return target
 
 
-class _Leaving:
-    """An engine whose rank leaves its episodes as soon as it is asked to stop."""
+class _StoppableEngine:
+    """An engine that raises `Stopped` instead of generating once this rank was asked to stop."""
 
     def __init__(self, engine: LocalEngine, stop: StopRequest) -> None:
-        self.model, self._engine, self._stop = engine.model, engine, stop
+        self._engine, self._stop = engine, stop
 
-    def generate(self, *args, **options) -> list[Generation]:
+    def generate(self, *args: Any, **options: Any) -> list[Generation]:
         if self._stop.here:
             raise Stopped
         return self._engine.generate(*args, **options)
 
 
 def success_rate(trajectories: list[Trajectory]) -> float:
-    """Share of solved episodes over all ranks."""
-    counts: list = [None] * dist.get_world_size()
+    """Share of solved episodes over all ranks. Collective."""
+    counts = [(0, 0)] * dist.get_world_size()
     dist.all_gather_object(counts, (sum(bool(t.metadata.get("success")) for t in trajectories), len(trajectories)))
     return sum(solved for solved, _ in counts) / max(sum(played for _, played in counts), 1)
 
 
 def evaluate(config: RunConfig, engine: LocalEngine, task: Task, episodes: int) -> float:
-    """Greedy success on episodes that are never trained on."""
+    """Greedy success on episodes that are never trained on. Collective."""
     return success_rate(play(config, engine, task, my_share(task.evaluation_specs(episodes)), greedy=True))

@@ -45,7 +45,7 @@ class Row:
 
 
 class TrajectoryBuffer:
-    """What lies in a directory of shard directories. One rank has it.
+    """The trajectories in a directory of shard directories that wait to be trained on. Rank 0's alone is used.
 
     Args:
         output: the run directory.
@@ -58,13 +58,15 @@ class TrajectoryBuffer:
         self._output, self._stream, self._taken = output, stream, set(taken)
         self._skip_damaged = skip_damaged
         self._seen: set[Path] = set()
-        self._lost: set[str] = set()
-        """Groups with members that were given up."""
+        self._discarded_groups: set[str] = set()
+        """Groups of which a member was discarded."""
         self._folder = ""
         self.waiting: list[Row] = []
         """In the order they were found."""
         self.found = self.tokens = self.bytes = 0
         """Trajectories, tokens and bytes of all shards found."""
+        self.expired = 0
+        """Trajectories discarded: too old, in a damaged shard, or of groups that cannot become complete."""
 
     def scan(self) -> None:
         """Find what was committed since the last scan.
@@ -80,32 +82,29 @@ class TrajectoryBuffer:
             self._folder = folder.name
 
     def take(self, count: int, version: int, staleness: int, *, whole_groups: bool, drop: bool) -> list[Row]:
-        """Give out at least `count` trajectories, or none if there are not enough. See `choose`."""
+        """Give out at least `count` trajectories, or none if there are not enough; `choose` decides which."""
         chosen, expired = choose(
             self.waiting, count=count, version=version, staleness=staleness, whole_groups=whole_groups, drop=drop,
-            lost=self._lost,
+            discarded=self._discarded_groups,
         )  # fmt: skip
-        self._lost |= {row.group for row in expired} if whole_groups else set()
+        self._discarded_groups |= {row.group for row in expired} if whole_groups else set()
         gone = {(row.file, row.row) for row in (*chosen, *expired)}
         self._taken |= gone
         self.waiting = [row for row in self.waiting if (row.file, row.row) not in gone]
         self.expired += len(expired)
         return chosen
 
-    def give_up_partial(self) -> None:
-        """Give up groups that are not whole, and what may come of them later. Only where nothing is in flight."""
+    def discard_incomplete_groups(self) -> None:
+        """Discard groups that lack a member, and what may come of them later. Only where nothing is in flight."""
         present = Counter(row.group for row in self.waiting)
-        partial = [row for row in self.waiting if present[row.group] < row.size]
-        if not partial:
+        incomplete = [row for row in self.waiting if present[row.group] < row.size]
+        if not incomplete:
             return
-        self._lost |= {row.group for row in partial}
-        self._taken |= {(row.file, row.row) for row in partial}
+        self._discarded_groups |= {row.group for row in incomplete}
+        self._taken |= {(row.file, row.row) for row in incomplete}
         self.waiting = [row for row in self.waiting if present[row.group] >= row.size]
-        self.expired += len(partial)
-        _log.warning("%d trajectories are given up: others of their groups could not be played", len(partial))
-
-    expired = 0
-    """Trajectories given up: too old, in a damaged shard, or of groups that cannot become whole."""
+        self.expired += len(incomplete)
+        _log.warning("%d trajectories are discarded: others of their groups could not be played", len(incomplete))
 
     def _add(self, shard: Path) -> None:
         try:
@@ -148,9 +147,9 @@ def rows_of(batch: RolloutBatch, file: str) -> list[Row]:
 
 def choose(
     waiting: Sequence[Row], *, count: int, version: int, staleness: int, whole_groups: bool, drop: bool,
-    lost: Collection[str] = (),
+    discarded: Collection[str] = (),
 ) -> tuple[list[Row], list[Row]]:  # fmt: skip
-    """(trajectories to train on, trajectories to give up).
+    """(trajectories to train on, trajectories to discard).
 
     Args:
         waiting: in the order they were found.
@@ -158,14 +157,14 @@ def choose(
         version: weight version that trains.
         staleness: versions it may be ahead of a trajectory's oldest token.
         whole_groups: take groups whole.
-        drop: give up what is too old; of a group that has a member too old, those that are there.
-        lost: groups that were given up before: what comes of them later is given up too.
+        drop: discard what is too old; of a group that has a member too old, those that are there.
+        discarded: groups discarded before: what comes of them later is discarded too.
     """
     groups: dict[str, list[Row]] = {}
     for row in waiting:
         groups.setdefault(row.group if whole_groups else f"{row.file}/{row.row}", []).append(row)
     too_old = {key for key, group in groups.items() if drop and min(row.oldest for row in group) < version - staleness}
-    too_old |= groups.keys() & set(lost)
+    too_old |= groups.keys() & set(discarded)
     expired = [row for key in groups if key in too_old for row in groups[key]]
     usable = [
         group

@@ -17,12 +17,18 @@ from megatron_rl.rollouts.validate import ValidationReport, validate
 
 UNKNOWN_TOKENIZER = ""
 """Tokenizer hash of a fingerprint made without a task: whatever was recorded is accepted."""
+ANY_VERSION = np.iinfo(np.int32).max
+"""Weight version of a trainer that refuses no token as too new: versions of another run say nothing about this one."""
+
+
+_Verdict = tuple[list[int], MegatronRLError | None, ValidationReport | None]
+"""Of one rank: rows it keeps, the error that ends the run, its report."""
 
 
 def load_validated(
     config: RunConfig, directory: Path, expected: ModelFingerprint, version: int
 ) -> tuple[RolloutBatch, list[ValidationReport]]:
-    """Map an iteration's shards and pass them through the entrance. Ranks check disjoint rows and share the verdict.
+    """Map an iteration's shards and validate them. Ranks check disjoint rows and share the verdict.
 
     Raises:
         RolloutError, RouteError: the same error on every rank, the first in row order.
@@ -40,7 +46,7 @@ def validated(
     directory: Path,
     damaged: Sequence[RolloutError] = (),
 ) -> tuple[RolloutBatch, list[ValidationReport]]:
-    """A batch that was read already through the entrance.
+    """Validate a batch that is read already; the trajectories that are kept, and every rank's report. Collective.
 
     Args:
         config: its rules.
@@ -54,7 +60,7 @@ def validated(
         RolloutError, RouteError: the same error on every rank, the first in row order.
     """
     mine = np.arange(dist.get_rank(), len(batch), dist.get_world_size())
-    verdict: tuple = ([], None, None)
+    verdict: _Verdict
     try:
         checked = validate(
             select_rows(batch, mine),
@@ -71,15 +77,16 @@ def validated(
         verdict = (mine[checked.kept].tolist(), None, checked.report)
     except MegatronRLError as error:
         verdict = ([], error, None)
-    verdicts: list = [None] * dist.get_world_size()
-    dist.all_gather_object(verdicts, verdict)
-    for _, error, _ in verdicts:
-        if error is not None:
-            raise error
+    gathered: list[_Verdict | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, verdict)
+    verdicts = [found for found in gathered if found is not None]
+    for _, fault, _ in verdicts:
+        if fault is not None:
+            raise fault
     kept = np.array(sorted(row for rows, _, _ in verdicts for row in rows), np.int64)
     if not len(kept):
         raise RolloutError("no trajectory of this iteration passed validation", file=directory)
-    return select_rows(batch, kept), [report for _, _, report in verdicts]
+    return select_rows(batch, kept), [report for _, _, report in verdicts if report is not None]
 
 
 def _known(expected: ModelFingerprint, batch: RolloutBatch) -> ModelFingerprint:

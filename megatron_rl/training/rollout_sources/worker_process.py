@@ -1,4 +1,4 @@
-"""A rollout process of the trainer's own: started by its first rank, and gone when that is gone.
+"""The trainer's own rollout worker: a process that rank 0 starts, and that ends with it.
 
 The process holds one end of a pipe and ends when the other closes, whatever closed it. It leads a process group of its
 own, so that what it started (an engine's workers) is ended with it.
@@ -38,7 +38,7 @@ class WorkerProcess:
     """
 
     def __init__(self, config: RunConfig, exchange: Exchange) -> None:
-        self._exchange, self._left = exchange, config.rollout.restarts
+        self._exchange, self._restarts_left = exchange, config.rollout.restarts
         folder = exchange.output / "exchange"
         folder.mkdir(parents=True, exist_ok=True)
         self.log = exchange.output / "rollout.log"
@@ -46,8 +46,8 @@ class WorkerProcess:
         self._config.write_text(json.dumps(config.model_dump(mode="json"), indent=1))
         self._start()
 
-    def revive(self) -> bool:
-        """Start the process again if it died; whether that was done.
+    def restart_if_dead(self) -> bool:
+        """Start the process again if it died; returns whether it did.
 
         Raises:
             LaunchError: it died too often; with the end of its log.
@@ -55,12 +55,12 @@ class WorkerProcess:
         status = self.process.poll()
         if status is None or status == 0:
             return False
-        if not self._left:
+        if not self._restarts_left:
             raise LaunchError(
                 f"the rollout process died (exit status {status}): {self._tail()}", file=self.log,
                 setting="rollout.restarts",
             )  # fmt: skip
-        self._left -= 1
+        self._restarts_left -= 1
         logging.getLogger(__name__).warning("rollout process died (exit status %d) and is started again", status)
         self._end_group()
         self._start()
@@ -68,6 +68,7 @@ class WorkerProcess:
 
     def close(self, *, wait: bool) -> None:
         """End the process and all it started. `wait`: give it time to end by itself first."""
+        assert self.process.stdin is not None
         self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE_SECONDS if wait else GRACE_SECONDS / 3)

@@ -44,6 +44,14 @@ def test_staleness_shares_and_mean() -> None:
     assert [found[f"staleness/{bin}"] for bin in ("0", "1", "2", "3", "4+")] == [0.5, 0.25, 0.0, 0.0, 0.25]
 
 
+def test_staleness_of_a_stream_has_a_share_for_every_age_there_is() -> None:
+    names = {"prefix": "stream/staleness_", "share": "stream/staleness_share/", "oldest": None}
+    found = staleness_metrics(torch.tensor([5, 5, 4, 0], dtype=torch.int32), 5, **names)
+    shares = {f"stream/staleness_share/{age}": part for age, part in enumerate((0.5, 0.25, 0.0, 0.0, 0.0, 0.25))}
+    assert found == {"stream/staleness_mean": 1.5, **shares}
+    assert staleness_metrics(torch.zeros(0, dtype=torch.int32), 5, **names) == {}
+
+
 @pytest.mark.parametrize("reads", [True, False])
 def test_mutual_information_tells_whether_responses_depend_on_prompts(reads: bool) -> None:
     """A policy that says a token of its prompt, and one that ignores it; three of four prompts are used."""

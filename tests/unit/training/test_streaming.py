@@ -82,7 +82,7 @@ def test_of_a_group_that_is_too_old_nothing_waits_on(tmp_path: Path) -> None:
 def test_groups_that_lack_a_member_for_ever_are_given_up_with_what_comes_late(tmp_path: Path) -> None:
     index = TrajectoryBuffer(tmp_path, tmp_path, (), skip_damaged=False)
     index.waiting = [row(0, 2, group="a", size=2), row(1, 2, group="b", size=2), row(2, 2, group="b", size=2)]
-    index.give_up_partial(), index.give_up_partial()
+    index.discard_incomplete_groups(), index.discard_incomplete_groups()
     assert numbers(index.waiting) == [1, 2] and index.expired == 1
     index.waiting.append(row(3, 2, group="a", size=2))
     assert numbers(index.take(2, 2, 1, whole_groups=True, drop=False)) == [1, 2]
@@ -189,7 +189,7 @@ def test_staleness_is_bounded_nothing_is_used_twice_and_nothing_locks_up(
                     index.waiting.append(row(begun.row, begun.oldest, version, begun.group, begun.size))
         chosen = index.take(count, version, staleness, whole_groups=whole, drop=drop)
         if not chosen and whole and feed.feed.starved and not flying:
-            index.give_up_partial()
+            index.discard_incomplete_groups()
         if chosen:
             assert not drop or all(version - staleness <= found.oldest <= version for found in chosen)
             assert not used & {found.row for found in chosen}
