@@ -124,9 +124,9 @@ def prompt_information_metrics(
     chosen = rows[np.sort(np.unique(prompts, return_index=True)[1])][:limit]
     if limit < 2 or len(chosen) < 2:
         return {}
-    tokens, masks = _crossed(batch, chosen)
-    offsets = np.concatenate([[0], np.cumsum([len(part) for part in tokens])])
-    tokens, mask = np.concatenate(tokens), np.concatenate(masks)
+    parts, masks = _crossed(batch, chosen)
+    offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+    tokens, mask = np.concatenate(parts), np.concatenate(masks)
     logprobs = score(actor_stream(tokens, offsets, mask))
     cut = torch.as_tensor(decision_offsets(mask, offsets), device=logprobs.device)
     sums = torch.segment_reduce(logprobs.double(), "sum", offsets=cut).view(len(chosen), len(chosen))
@@ -139,8 +139,8 @@ def _crossed(batch: RolloutBatch, rows: np.ndarray) -> tuple[list[np.ndarray], l
     parts = []
     for row in rows:
         own = slice(batch.offsets[row], batch.offsets[row + 1])
-        tokens, mask = np.asarray(batch.tokens[own]), np.asarray(batch.action_mask[own])
-        parts.append((tokens, mask, int(mask.argmax())))
+        mask = np.asarray(batch.action_mask[own])
+        parts.append((np.asarray(batch.tokens[own]), mask, int(mask.argmax())))
     pairs = [(ours, theirs) for ours in parts for theirs in parts]
     tokens = [np.concatenate([theirs[0][: theirs[2]], ours[0][ours[2] :]]) for ours, theirs in pairs]
     masks = [np.concatenate([np.zeros(theirs[2], bool), ours[1][ours[2] :]]) for ours, theirs in pairs]

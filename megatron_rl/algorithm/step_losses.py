@@ -64,10 +64,10 @@ class PolicyStepLoss:
         if self.algorithm.entropy_coef:
             terms["bonus"] = -self.algorithm.entropy_coef * weighted_sum(entropy, weights)
         divergence = torch.zeros_like(logprobs)
-        if self.kl_coef:
+        if (kl := self.algorithm.kl_loss) and self.kl_coef:
+            assert self.vectors.reference is not None
             drift = logprobs - self.vectors.behaviour[slots]
-            estimator = self.algorithm.reference_kl.estimator
-            divergence = kl_loss(logprobs, self.vectors.reference[slots], estimator, drift)
+            divergence = kl_loss(logprobs, self.vectors.reference[slots], kl.estimator, drift)
             terms["kl"] = self.kl_coef * weighted_sum(divergence, weights)
         if self.vectors.likelihood is not None:
             terms["likelihood"] = weighted_sum(sft(logprobs), self.vectors.likelihood[slots])
