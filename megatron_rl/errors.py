@@ -70,6 +70,10 @@ class RouteError(RolloutError):
     """Recorded expert routes do not fit the model, or were not consumed as expected."""
 
 
+class LearningError(MegatronRLError):
+    """A run goes on without learning: its episodes fail, or its optimizer steps change nothing."""
+
+
 class CheckpointError(MegatronRLError):
     """A checkpoint (Megatron or HF) is incomplete, corrupt, or of another model."""
 

@@ -96,6 +96,8 @@ class AlgorithmConfig(Section):
     """Optimizer steps a rollout batch is split into, per epoch."""
     epochs: int = Field(1, ge=1)
     """M: passes of the actor over a rollout batch."""
+    max_skipped_steps: int = Field(16, ge=1)
+    """Optimizer steps in a row that may change nothing (no decision left, gradients that are not finite)."""
     information_prompts: int = Field(0, ge=0)
     """Prompts of RAGEN-2's mutual-information diagnostic: its square is the number of extra sequences scored; 0: off.
     """

@@ -62,6 +62,8 @@ class RolloutConfig(Section):
     """Easier variants of the task that training begins with."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the trainer scales its logits by the same."""
+    max_failed: float = Field(0.5, ge=0, le=1)
+    """Largest share of an iteration's episodes that may fail (`environment_error`, `aborted`, never started)."""
     on_bad_record: Literal["error", "quarantine"] = "error"
     """Refuse a batch with a bad trajectory, or set the trajectory aside."""
     engine_dtype: Literal["float32", "bfloat16"] | None = None

@@ -4,6 +4,7 @@
     rollout_sources    the rollouts of an iteration: played here, streamed from a rollout worker, or recorded before
     first_step_check   stops a run whose trainer does not recognise what the engine sampled
     score              values, log-probs of anchor and reference, advantages, returns
+    health             stops a run that does not learn: failing episodes, steps that change nothing
     epochs, update     the optimizer steps of critic and actor
     controllers        what the run steers by itself: KL coefficient, end of the critic's warm-up
     weights            new weights for the engines; the export of a finished run
@@ -35,6 +36,7 @@ from megatron_rl.training import checkpoint
 from megatron_rl.training.actor_critic import ActorCritic, build_actor_critic
 from megatron_rl.training.epochs import means, train_epochs
 from megatron_rl.training.first_step_check import check_first_step
+from megatron_rl.training.health import SkippedSteps, check_episodes
 from megatron_rl.training.partial_iteration import PartialIteration, read_partial_iteration
 from megatron_rl.training.rollout_sources.base import IterationRollouts, RolloutSource, SourceContext
 from megatron_rl.training.rollout_sources.factory import make_rollout_source
@@ -85,6 +87,7 @@ class Trainer:
         self.output.mkdir(parents=True, exist_ok=True)
         self.models: ActorCritic = build_actor_critic(config, topology)
         self.ledger = Ledger(self.output, writes=topology.rank == 0)
+        self.skipped = SkippedSteps(config.algorithm.max_skipped_steps)
         self._partial: PartialIteration | None = None
         """An iteration that was stopped in its middle, to be continued; None: there is none."""
         cursor = self._resume() if config.checkpoint.resume else {}
@@ -126,6 +129,7 @@ class Trainer:
             raise
         finally:
             self.source.close(complete=complete)
+        self.skipped.require_one("actor", self.models.actor.steps)
         self.export()
         return metrics
 
@@ -173,6 +177,7 @@ class Trainer:
     def score(self, iteration: int, rollouts: IterationRollouts) -> PartialIteration:
         """The iteration with its scores and none of its steps."""
         batch, metrics = rollouts.batch, dict(rollouts.metrics)
+        metrics |= check_episodes(batch, rollouts.not_started, self.config.rollout.max_failed)
         if self.config.first_step_check.enabled and iteration == 0:
             metrics |= check_first_step(self.models, batch)
         with self._timed("score"):
@@ -188,6 +193,7 @@ class Trainer:
         steps, complete = train_epochs(
             self.models, partial.scored, iteration, self._timed, done=partial.steps, stop=self.stop.agreed
         )
+        self.skipped.observe(steps[len(partial.steps) :])
         if not complete:
             self._partial = dataclasses.replace(partial, steps=steps)
             raise Stopped

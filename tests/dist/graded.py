@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.environments.base import StepResult, TextEnvironment
-from megatron_rl.environments.base import EpisodeSpec
+from megatron_rl.environments.base import EpisodeSpec, StepResult, TextEnvironment
 from megatron_rl.environments.frozen_lake import FrozenLakeTask
 
 
@@ -32,3 +31,17 @@ class _Graded:
 
     def valid_actions(self) -> list[list[int]]:
         return self._inner.valid_actions()
+
+
+class FailingLake(GradedLake):
+    """The graded lake, whose environments raise when they are acted upon, but for every fourth episode."""
+
+    def make_env(self, spec: EpisodeSpec) -> TextEnvironment:
+        """The lake, graded or failing."""
+        lake = super().make_env(spec)
+        return lake if int(spec.trajectory_id.rsplit("-", 1)[1]) % 4 == 0 else _Failing(lake)
+
+
+class _Failing(_Graded):
+    def step(self, action_tokens: Sequence[int]) -> StepResult:
+        raise KeyError("no answer is known")

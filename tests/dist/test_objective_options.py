@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_rl.errors import LearningError
 from tests.dist.pool import RankPool
 from tests.dist.test_recipes import base, configured, make_loop  # noqa: F401
 
@@ -73,6 +74,33 @@ def test_a_step_with_everything_removed_changes_nothing(ranks: RankPool, base: P
     assert same and metrics["actor/skipped"] == 1 and "actor/stepped" not in metrics
     if recipe == "ppo_ewma":
         assert metrics["removed/share"] == 1 and metrics["critic/stepped"] == 1
+
+
+def outcome_of(config) -> str:
+    """The error that a whole run ends with."""
+    trainer, _ = make_loop(config)
+    try:
+        trainer.run()
+    except LearningError as error:
+        return str(error)
+    return "it ended well"
+
+
+USELESS = {
+    "all rejected": (["algorithm.rejection={unit: token, max: -1}", "algorithm.max_skipped_steps=3"], "3 optimizer steps"),
+    "all rejected, few steps": (["algorithm.rejection={unit: token, max: -1}"], "no decision was left"),
+    "environments that fail": (["rollout.environment=tests.dist.graded:FailingLake"], "no answer is known"),
+    "some environments fail": (["rollout.environment=tests.dist.graded:FailingLake", "rollout.max_failed=1"],
+                               "it ended well"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USELESS)
+def test_a_run_that_learns_nothing_does_not_end_well(ranks: RankPool, base: Path, tmp_path: Path, name: str) -> None:  # noqa: F811
+    changes, says = USELESS[name]
+    found = ranks.run(outcome_of, 2, configured(base, "ppo", tmp_path / "run", *changes))
+    assert all(says in text for text in found) and len(set(found)) == 1
+    assert (tmp_path / "run" / "export").exists() == (says == "it ended well")
 
 
 def test_uniform_groups_are_refilled_until_rounds_are_spent(ranks: RankPool, base: Path, tmp_path: Path) -> None:  # noqa: F811

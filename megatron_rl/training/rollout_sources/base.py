@@ -20,6 +20,8 @@ class IterationRollouts:
 
     batch: RolloutBatch
     metrics: dict[str, float] = field(default_factory=dict)
+    not_started: int = 0
+    """Episodes that were to be played and left nothing to record."""
 
 
 class RolloutSource(Protocol):

@@ -69,15 +69,16 @@ class SyncRolloutSource:
             record, config, self.engine, self._levels[level], iteration, context.output / "rollouts", context.stop,
             stamp=stamp,
         )  # fmt: skip
-        batch, _ = load_validated(config, play_and_record(), context.fingerprint, version)
+        batch, reports = load_validated(config, play_and_record(), context.fingerprint, version)
         played, rounds = config.rollout.episodes, 1
         # Dynamic sampling drops groups of equal rewards when the batch is scored: others are played in their place.
         while rounds < config.algorithm.sampling_rounds and (more := episodes_to_refill(config, batch)):
             directory = play_and_record(played=played, more=more)
-            batch, _ = load_validated(config, directory, context.fingerprint, version)
+            batch, reports = load_validated(config, directory, context.fingerprint, version)
             played, rounds = played + more, rounds + 1
         sampling = {"sampling/rounds": float(rounds), "sampling/played": float(played)}
-        return IterationRollouts(batch, (sampling if config.algorithm.dynamic_sampling else {}) | self._count(batch))
+        metrics = (sampling if config.algorithm.dynamic_sampling else {}) | self._count(batch)
+        return IterationRollouts(batch, metrics, not_started=played - sum(report.read for report in reports))
 
     def replay(self, batch: RolloutBatch) -> IterationRollouts:
         """The rollouts as they are; the curriculum counts them as if they had been played now."""
