@@ -24,7 +24,8 @@ def train(
 ) -> None:
     """Train. Start it with torchrun or srun for several ranks; a run directory with checkpoints is resumed.
 
-    SIGUSR1 or SIGTERM: the current step is finished, the run saved, and the exit status is 85 (start me again).
+    SIGUSR1, SIGTERM or Ctrl-C: the current step is finished, the run saved, and the exit status is 85 (start me again);
+    Ctrl-C twice ends at once.
 
     Example: torchrun --nproc_per_node 2 -m megatron_rl.cli train examples/frozen_lake/ppo.yaml parallel.expert=2
     """

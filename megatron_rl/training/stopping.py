@@ -1,6 +1,6 @@
 """A request to stop, from SLURM's warning before a time limit or from an operator: finish the step at hand, save, end.
 
-    SIGUSR1, SIGTERM → flag of this rank → agreed between ranks at the next step boundary → checkpoint → exit STOPPED
+    SIGUSR1, SIGTERM, SIGINT → flag of this rank → agreed between ranks at the next step → checkpoint → exit STOPPED
 
 Signals reach ranks at different moments; whatever one rank acts upon, all must. `agreed` is that agreement.
 """
@@ -19,7 +19,7 @@ from megatron_rl.backend import platform
 
 STOPPED = 85
 """Exit status of a run that was asked to stop, has saved, and wants to be started again."""
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(Exception):
@@ -34,7 +34,13 @@ class StopRequest:
         """Number of the signal that this rank received, or None."""
 
     def request(self, number: int = 0, frame: FrameType | None = None) -> None:
-        """Ask to stop; has the form of a signal handler."""
+        """Ask to stop; has the form of a signal handler.
+
+        Raises:
+            KeyboardInterrupt: SIGINT came a second time: whoever presses Ctrl-C twice does not want to wait.
+        """
+        if number == self.received == signal.SIGINT:
+            raise KeyboardInterrupt
         self.received = number
 
     @property
@@ -51,7 +57,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """A request that SIGUSR1 and SIGTERM make; the handlers that were there come back at the end."""
+    """A request that SIGUSR1, SIGTERM and SIGINT make; the handlers that were there come back at the end."""
     stop = StopRequest()
     before = {number: signal.signal(number, stop.request) for number in SIGNALS}
     try:
