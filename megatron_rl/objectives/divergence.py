@@ -90,7 +90,7 @@ def adaptive_kl_coefficient(coefficient: float, observed_kl: float, target: floa
         coefficient: β of this update, >= 0.
         observed_kl: KL(π_θ‖π_ref), nats, mean over the global batch. A value that is not finite raises β by the most.
         target: KL to hold, nats.
-        gain: in (0, 1]; n/horizon in the paper, with n the episodes of an update.
+        gain: in (0, 1]; 0.1 in the paper.
     Raises:
         ConfigError: β is negative, the target not positive, or the gain out of range.
     """
