@@ -7,8 +7,14 @@ imported here.
 
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.load import load_config, parse_config
-from megatron_rl.config.model import BatchingConfig, ModelConfig, ParallelConfig, PerformanceConfig, ReplayConfig
-from megatron_rl.config.optimizer import OptimizerConfig
+from megatron_rl.config.model import (
+    BatchingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PerformanceConfig,
+    ReplayConfig,
+)
 from megatron_rl.config.rollout import FirstStepCheckConfig, RolloutConfig
 from megatron_rl.config.run import CheckpointConfig, RunConfig
 

@@ -8,8 +8,14 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.model import BatchingConfig, ModelConfig, ParallelConfig, PerformanceConfig, ReplayConfig
-from megatron_rl.config.optimizer import OptimizerConfig
+from megatron_rl.config.model import (
+    BatchingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PerformanceConfig,
+    ReplayConfig,
+)
 from megatron_rl.config.rollout import FirstStepCheckConfig, RolloutConfig
 from megatron_rl.section import Section
 

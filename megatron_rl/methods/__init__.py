@@ -9,12 +9,12 @@ Importing this room imports no torch: a configuration is read without it.
 
 # Imported for its table.
 from megatron_rl.methods import policy_losses  # noqa: F401, I001
-from megatron_rl.methods.aggregation import AggregationRule
+from megatron_rl.methods.aggregation_rules import AggregationRule
 from megatron_rl.methods.anchors import Anchor, LossKL, ReferenceKL, RewardKL, SteeredKL
-from megatron_rl.methods.base import KINDS, Method, chosen, class_of, method_of, register
+from megatron_rl.methods.registry import KINDS, Method, chosen, class_of, method_of, register
 from megatron_rl.methods.estimators import AdvantageEstimator, Estimate, EstimatorInputs, Timeline
-from megatron_rl.methods.importance import CorrectionInputs, ImportanceCorrection
-from megatron_rl.methods.policy import PolicyInputs, PolicyLossMethod, PolicyTerm, Segments
+from megatron_rl.methods.corrections import CorrectionInputs, ImportanceCorrection
+from megatron_rl.methods.policy_interface import PolicyInputs, PolicyLossMethod, PolicyTerm, Segments
 
 __all__ = [
     "KINDS",

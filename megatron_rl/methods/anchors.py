@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_rl.methods.base import Method, kind, register
+from megatron_rl.methods.registry import Method, kind, register
 
 
 @kind

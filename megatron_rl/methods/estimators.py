@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_rl.methods.base import Method, class_from_function, kind, options_of, register
-from megatron_rl.methods.policy import Unit
+from megatron_rl.methods.policy_interface import Unit
+from megatron_rl.methods.registry import Method, class_from_function, kind, options_of, register
 
 if TYPE_CHECKING:
     from torch import Tensor

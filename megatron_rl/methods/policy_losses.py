@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_rl.methods.base import register
-from megatron_rl.methods.policy import (
+from megatron_rl.methods.policy_interface import (
     ANY_UNIT,
     EACH_SEQUENCE_EQUAL,
     NO_EWMA,
@@ -16,6 +15,7 @@ from megatron_rl.methods.policy import (
     PolicyTerm,
     Unit,
 )
+from megatron_rl.methods.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,7 +27,7 @@ from megatron_rl.backend.replay import RouterLosses
 from megatron_rl.backend.step import LossFunction, train
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.methods import AggregationRule, Segments
-from megatron_rl.methods.aggregation import TokenMean
+from megatron_rl.methods.aggregation_rules import TokenMean
 from megatron_rl.objectives.segments import repeat
 from megatron_rl.reduce import from_last, sum_over
 from megatron_rl.training.actor_critic import ActorCritic

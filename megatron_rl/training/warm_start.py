@@ -23,7 +23,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
 from megatron_rl.environments.base import Task
 from megatron_rl.episodes.lockstep import Demonstration, random_play
-from megatron_rl.methods.aggregation import TokenMean
+from megatron_rl.methods.aggregation_rules import TokenMean
 from megatron_rl.reduce import from_last, sum_over
 from megatron_rl.training.actor_critic import ActorCritic, build_actor_critic
 from megatron_rl.training.forward import decisions_of, prepare, sampling_readout

@@ -139,7 +139,7 @@ def _steps(models, batch) -> dict[str, Callable[[], None]]:
     from megatron_rl.algorithm.step_losses import PolicyStepLoss, loss_weights
     from megatron_rl.algorithm.whole_step import StepVectors
     from megatron_rl.backend.step import train
-    from megatron_rl.methods.aggregation import TokenMean
+    from megatron_rl.methods.aggregation_rules import TokenMean
     from megatron_rl.training.forward import policy_logprobs, prepare, sampling_readout, streams
 
     actor, _ = streams(batch)

@@ -10,7 +10,7 @@ import torch
 from megatron_rl.algorithm.off_policy import accepted_decisions, importance_weights
 from megatron_rl.algorithm.step_losses import loss_weights
 from megatron_rl.config import AlgorithmConfig
-from megatron_rl.methods.aggregation import TokenMean
+from megatron_rl.methods.aggregation_rules import TokenMean
 
 OFFSETS, TURNS = torch.tensor([0, 3, 3, 5, 9]), torch.tensor([0, 2, 3, 5, 6, 9])
 LOG_RATIO = torch.tensor([0.5, -0.2, 1.0, -1.5, 0.3, 0.1, 0.2, 2.0, -0.1])

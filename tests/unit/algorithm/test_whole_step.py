@@ -10,7 +10,7 @@ from megatron_rl.algorithm.step_losses import PolicyStepLoss, loss_weights
 from megatron_rl.algorithm.whole_step import StepVectors, whole_step_loss
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.methods import Segments
-from megatron_rl.methods.aggregation import SequenceMean
+from megatron_rl.methods.aggregation_rules import SequenceMean
 from tests.reference import methods
 
 COUNTS = (5, 0, 7, 1, 4, 6)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rl.methods.base import Method, class_from_function, kind, options_of, register
+from megatron_rl.methods.registry import Method, class_from_function, kind, options_of, register
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from megatron_rl.methods.base import Method, class_from_function, kind, options_of
+from megatron_rl.methods.registry import Method, class_from_function, kind, options_of
 
 if TYPE_CHECKING:
     from torch import Tensor

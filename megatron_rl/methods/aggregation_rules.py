@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from megatron_rl.methods.base import Method, class_from_function, kind, options_of, register
+from megatron_rl.methods.registry import Method, class_from_function, kind, options_of, register
 
 if TYPE_CHECKING:
     from torch import Tensor
