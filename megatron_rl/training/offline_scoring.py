@@ -46,8 +46,7 @@ def score_directories(config: RunConfig, models: ActorCritic, rollouts: Path, ou
     Raises:
         RolloutError: no shards, or a fault that `validate` finds.
     """
-    hf = models.actor.model.hf
-    expected = ModelFingerprint(hf.model_type, hf.vocab_size, hf.num_experts, hf.topk, hf.moe_layers, UNKNOWN_TOKENIZER)
+    expected = ModelFingerprint.of(models.actor.model.hf, UNKNOWN_TOKENIZER)
     written = []
     for directory in shard_directories(rollouts):
         target = output / f"{directory.name}.arrow"
