@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import torch
 import torch.distributed as dist
@@ -21,14 +20,13 @@ from megatron_rl.config import RunConfig
 from megatron_rl.errors import RolloutError
 from megatron_rl.files import atomic_file
 from megatron_rl.rollouts.schema import ModelFingerprint
+from megatron_rl.rollouts.store import shard_paths
+from megatron_rl.rollouts.validate import ANY_VERSION
 from megatron_rl.training.actor_critic import ActorCritic
 from megatron_rl.training.forward import policy_logprobs
 from megatron_rl.training.records import ScoredBatch
 from megatron_rl.training.rollout_sources.validation import UNKNOWN_TOKENIZER, load_validated
 from megatron_rl.training.score import score_batch
-
-_ANY_VERSION = np.iinfo(np.int32).max
-"""Nothing is trained, so tokens of every weight version are welcome."""
 
 
 def score_directories(config: RunConfig, models: ActorCritic, rollouts: Path, output: Path) -> list[Path]:
@@ -51,7 +49,7 @@ def score_directories(config: RunConfig, models: ActorCritic, rollouts: Path, ou
     for directory in shard_directories(rollouts):
         target = output / f"{directory.name}.arrow"
         if not _on_all_ranks(target.exists()):
-            batch, _ = load_validated(config, directory, expected, _ANY_VERSION)
+            batch, _ = load_validated(config, directory, expected, ANY_VERSION)
             scored = score_batch(models, batch)
             logprobs = policy_logprobs(models, scored.actor, batch, scored.rows)
             if dist.get_rank() == 0:
@@ -66,7 +64,7 @@ def shard_directories(path: Path) -> list[Path]:
     Raises:
         RolloutError: there are none.
     """
-    found = [folder for folder in [path, *sorted(path.glob("*/"))] if any(folder.glob("*.arrow"))]
+    found = [folder for folder in [path, *sorted(path.glob("*/"))] if shard_paths(folder, committed=False)]
     if not found:
         raise RolloutError("no recorded rollouts", file=path, expected="*.arrow here or one level below")
     return found[:1] if found[0] == path else [folder for folder in found if folder.name != "quarantine"]
