@@ -132,8 +132,9 @@ class StreamingWriter:
         self._bytes_by_dtype[tensor.dtype] += len(data)
 
     def _end_shard(self) -> None:
-        shard = self._shard
-        self.pieces[shard.path.name] = shard.close(self._digests)
+        if (shard := self._shard) is None:
+            return
+        self.pieces[shard.path.name] = shard.close_hashed(self._digests)
         self._shard = None
         self._shards.append(shard.names)
         for name in shard.names:
