@@ -18,7 +18,7 @@ import pyarrow as pa
 import xxhash
 
 from megatron_rl.errors import RolloutError
-from megatron_rl.files import atomic_file
+from megatron_rl.files import atomic_file, write_text
 
 MANIFEST = "manifest.json"
 SUFFIX = ".arrow"
@@ -77,7 +77,7 @@ def commit_shard(directory: Path, name: str, table: pa.Table, *, tokens: int, re
         if not replace and is_committed(directory, name):
             raise RolloutError("shard exists already", file=path, found=name, expected="a name no writer used before")
         info = _write_table(path, table, tokens)
-        _write_json(entry_path(path), asdict(info))
+        write_text(entry_path(path), json.dumps(asdict(info), indent=1))
         _add_to_manifest(directory, info)
     except OSError as error:
         raise RolloutError(
@@ -108,14 +108,10 @@ def entry_path(shard: Path) -> Path:
     return shard.with_name(shard.name + _ENTRY)
 
 
-def _write_json(path: Path, content: object) -> None:
-    with atomic_file(path) as stream:
-        stream.write(json.dumps(content, indent=1).encode())
-
-
 def _add_to_manifest(directory: Path, info: ShardInfo) -> None:
     listed = {shard.file: shard for shard in _listed(directory)} | {info.file: info}
-    _write_json(directory / MANIFEST, {"shards": [asdict(listed[file]) for file in sorted(listed)]})
+    content = {"shards": [asdict(listed[file]) for file in sorted(listed)]}
+    write_text(directory / MANIFEST, json.dumps(content, indent=1))
 
 
 def _listed(directory: Path) -> list[ShardInfo]:
