@@ -64,10 +64,7 @@ def import_options(
     if logprobs not in ("processed", "raw"):
         raise ConfigError("unknown log-probs", found=logprobs, expected="processed or raw", setting="--logprobs")
     hf = read_hf_config(model)
-    fingerprint = ModelFingerprint(
-        hf.model_type, hf.vocab_size, hf.num_experts, hf.topk, hf.moe_layers,
-        tokenizer_hash or _fingerprint(model),
-    )  # fmt: skip
+    fingerprint = ModelFingerprint.of(hf, tokenizer_hash or _fingerprint(model))
     header = RolloutHeader(fingerprint, SamplingTruth(temperature, top_p, top_k, logprobs), engine="import")
     return ImportOptions(header, hf.num_layers, version, reward_key, missing_reward)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_rl.errors import CheckpointError, EngineVersionError
+from megatron_rl.files import write_text
 
 CANARY_FILE = "canary.json"
 
@@ -29,9 +29,7 @@ class Canary:
         """Write `canary.json` into a directory, atomically; returns its path."""
         target = Path(directory) / CANARY_FILE
         values = {"tokens": np.asarray(self.tokens).tolist(), "logprobs": np.asarray(self.logprobs).tolist()}
-        partial = target.with_name(f".{CANARY_FILE}.{os.getpid()}")
-        partial.write_text(json.dumps(values) + "\n", encoding="utf-8")
-        partial.replace(target)
+        write_text(target, json.dumps(values) + "\n")
         return target
 
     @staticmethod

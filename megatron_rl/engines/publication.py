@@ -21,6 +21,7 @@ from pathlib import Path
 import xxhash
 
 from megatron_rl.errors import CheckpointError, EngineVersionError
+from megatron_rl.files import write_text
 
 PUBLICATION_FILE = "publication.json"
 LISTED = ("*.safetensors", "*.safetensors.index.json", "config.json")
@@ -54,9 +55,7 @@ def write_publication(
         for file in _listed(directory)
     }
     target = directory / PUBLICATION_FILE
-    partial = target.with_name(f".{PUBLICATION_FILE}.{os.getpid()}")
-    partial.write_text(json.dumps({"version": version, "files": files}) + "\n", encoding="utf-8")
-    partial.replace(target)
+    write_text(target, json.dumps({"version": version, "files": files}) + "\n")
     return target
 
 

@@ -8,15 +8,15 @@ What a turn looks like, in words::
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
-from megatron_rl.environments.base import BlankedEnvironment, EpisodeSpec, GymTextEnvironment, TextEnvironment
+from megatron_rl.environments.base import GymTextEnvironment
+from megatron_rl.environments.map_task import DRAWS_PER_MAP, Map, MapTask
 from megatron_rl.environments.vocabulary import END, STRUCTURE_WORDS, Vocabulary
 from megatron_rl.errors import ConfigError
 
@@ -173,11 +173,7 @@ def _find(desc: Sequence[str], letter: str) -> tuple[int, int]:
     return found[0]
 
 
-ATTEMPTS = 100
-"""Draws for each lake that is wanted, after which there are taken to be no more."""
-
-
-class FrozenLakeTask:
+class FrozenLakeTask(MapTask):
     """Random frozen lakes with random start and goal. Evaluation maps are never trained on.
 
     Args:
@@ -218,55 +214,30 @@ class FrozenLakeTask:
                 expected=f"size 2..{MAX_LAKE_SIZE}, 1 <= least <= greatest, least < size * size",
                 setting="rollout.environment_options.distances or .size",
             )  # fmt: skip
-        self.vocabulary = lake_vocabulary()
-        self._draw = {"size": size, "hole_probability": hole_probability, "distances": tuple(distances)}
-        self._view, self._rewards = view, (1.0, hole_reward, step_reward)
-        self._invalid, self._per_map, self._blank, self._seed = invalid_reward, maps_per_prompt, blank, seed
-        self._forbidden: frozenset[tuple[str, ...]] = frozenset()
-        self._held_out = self._lakes(np.random.default_rng([seed, 1]), evaluation_maps, distinct=True)
-        self._forbidden = frozenset(self._held_out)
+        self._draw: dict[str, Any] = {
+            "size": size, "hole_probability": hole_probability, "distances": tuple(distances),
+        }  # fmt: skip
+        self._view: Literal["cells", "moves"] = view
+        self._rewards, self._invalid = (1.0, hole_reward, step_reward), invalid_reward
+        super().__init__(
+            lake_vocabulary(), evaluation_maps=evaluation_maps, maps_per_prompt=maps_per_prompt, blank=blank, seed=seed
+        )
+        # Refuses options that leave nothing to train on.
         self.training_specs(0, 1)
 
-    def make_env(self, spec: EpisodeSpec) -> TextEnvironment:
-        """A lake of the spec's map."""
-        lake = FrozenLakeText(
-            spec.options["map"],
-            self.vocabulary,
-            view=self._view,
-            reward_schedule=self._rewards,
-            invalid_reward=self._invalid,
+    def draw_map(self, rng: np.random.Generator) -> Map:
+        """See `random_lake`."""
+        return random_lake(rng, **self._draw)
+
+    def make_world(self, desc: Map) -> FrozenLakeText:
+        """A lake of this map."""
+        return FrozenLakeText(
+            desc, self.vocabulary, view=self._view, reward_schedule=self._rewards, invalid_reward=self._invalid
         )
-        return BlankedEnvironment(lake) if self._blank else lake
 
-    def training_specs(self, iteration: int, count: int) -> list[EpisodeSpec]:
-        """Fresh maps for each iteration, none of them held out."""
-        rng = np.random.default_rng([self._seed, 2, iteration])
-        lakes = self._lakes(rng, -(-count // self._per_map))
-        return [_spec(f"train-{iteration:06d}-{i:05d}", lakes[i // self._per_map]) for i in range(count)]
-
-    def evaluation_specs(self, count: int) -> list[EpisodeSpec]:
-        """The held-out maps, over and over where `count` is larger."""
-        return [_spec(f"eval-{i:05d}", self._held_out[i % len(self._held_out)]) for i in range(count)]
-
-    def _lakes(self, rng: np.random.Generator, count: int, *, distinct: bool = False) -> list[tuple[str, ...]]:
-        """`count` lakes that are not held out."""
-        lakes: list[tuple[str, ...]] = []
-        seen: set[tuple[str, ...]] = set()
-        for _ in range(ATTEMPTS * count):
-            if len(lakes) == count:
-                break
-            lake = random_lake(rng, **self._draw)
-            if lake not in self._forbidden and not (distinct and lake in seen):
-                lakes.append(lake)
-                seen.add(lake)
-        if len(lakes) == count:
-            return lakes
-        raise ConfigError(
-            "there are too few lakes", found=f"{len(lakes)} of {count} after {ATTEMPTS * count} draws",
+    def too_few(self, found: int, wanted: int) -> ConfigError:
+        """Names how many lakes were drawn, and the setting."""
+        return ConfigError(
+            "there are too few lakes", found=f"{found} of {wanted} after {DRAWS_PER_MAP * wanted} draws",
             expected="more than are set aside", setting="rollout.environment_options.evaluation_maps",
         )  # fmt: skip
-
-
-def _spec(name: str, lake: tuple[str, ...]) -> EpisodeSpec:
-    key = hashlib.sha256("/".join(lake).encode()).hexdigest()[:12]
-    return EpisodeSpec(name, prompt_id=key, group_id=key, seed=0, options={"map": lake})

@@ -12,7 +12,7 @@ from megatron_rl.environments.base import Task, close_environment
 from megatron_rl.environments.curriculum import LEVEL, Curriculum, TrainingTask, require_level
 from megatron_rl.environments.tasks import make_task
 from megatron_rl.errors import ConfigError
-from megatron_rl.rollouts.store import open_shard
+from megatron_rl.rollouts.store import open_shard, shard_paths
 
 
 def training_tasks(config: RunConfig, task: Task) -> tuple[Task, ...]:
@@ -68,8 +68,8 @@ def count_recorded(curriculum: Curriculum, stream: Path) -> dict[int, int]:
         RolloutError: a shard is torn.
     """
     blocks: dict[int, int] = {}
-    for entry in sorted(stream.glob("*/*.arrow.json")):
-        _, batches = open_shard(entry.with_name(entry.name.removesuffix(".json")))
+    for shard in shard_paths(stream, folders="*"):
+        _, batches = open_shard(shard)
         for batch in batches:
             texts, outcomes = (batch.column(name).to_pylist() for name in ("metadata", "outcome"))
             for text, outcome in zip(texts, outcomes, strict=True):

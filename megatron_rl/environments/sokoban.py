@@ -15,7 +15,6 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -25,14 +24,15 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from megatron_rl.environments.base import END, BlankedEnvironment, EpisodeSpec, GymTextEnvironment, TextEnvironment
+from megatron_rl.environments.base import GymTextEnvironment
 from megatron_rl.environments.frozen_lake import MOVES, STEPS
-from megatron_rl.environments.vocabulary import STRUCTURE_WORDS, Vocabulary
+from megatron_rl.environments.map_task import Map, MapTask
+from megatron_rl.environments.vocabulary import END, STRUCTURE_WORDS, Vocabulary
 from megatron_rl.errors import ConfigError
 
 MAX_ROOM_SIZE = 10
-ATTEMPTS = 100
-"""Draws for each room that is wanted, after which there is taken to be none."""
+ROOM_ATTEMPTS = 100
+"""Draws after which there is taken to be no such room."""
 Cell = tuple[int, int]
 State = tuple[Cell, Cell]
 """Where the agent and the box are, each (row, column)."""
@@ -201,9 +201,9 @@ def random_room(
         `size` rows of `size` letters.
 
     Raises:
-        ConfigError: no such room turned up in `ATTEMPTS` draws.
+        ConfigError: no such room turned up in `ROOM_ATTEMPTS` draws.
     """
-    for _ in range(ATTEMPTS):
+    for _ in range(ROOM_ATTEMPTS):
         cells = np.where(rng.random((size, size)) < wall_probability, "#", "-")
         goal = divmod(int(rng.integers(size * size)), size)
         cells[goal] = "."
@@ -226,7 +226,7 @@ def _none_found(found: str) -> ConfigError:
     )
 
 
-class SokobanTask:
+class SokobanTask(MapTask):
     """Random rooms, drawn afresh for each iteration; evaluation rooms are never trained on.
 
     Args:
@@ -262,43 +262,25 @@ class SokobanTask:
                 "no such room", found=f"size {size}, distances {tuple(distances)}",
                 expected=f"size 3..{MAX_ROOM_SIZE}, 1 <= least <= greatest", setting="rollout.environment_options",
             )  # fmt: skip
-        self.vocabulary = sokoban_vocabulary()
-        self._draw = {"size": size, "wall_probability": wall_probability, "distances": tuple(distances)}
+        self._draw: dict[str, Any] = {
+            "size": size, "wall_probability": wall_probability, "distances": tuple(distances),
+        }  # fmt: skip
         self._rewards, self._invalid = (1.0, stuck_reward, step_reward), invalid_reward
-        self._per_map, self._blank, self._seed = maps_per_prompt, blank, seed
-        self._forbidden: frozenset[tuple[str, ...]] = frozenset()
-        self._held_out = self._rooms(np.random.default_rng([seed, 1]), evaluation_maps, distinct=True)
-        self._forbidden = frozenset(self._held_out)
+        if evaluation_maps < 1:
+            raise self.too_few(0, evaluation_maps)
+        super().__init__(
+            sokoban_vocabulary(), evaluation_maps=evaluation_maps, maps_per_prompt=maps_per_prompt, blank=blank,
+            seed=seed,
+        )  # fmt: skip
 
-    def make_env(self, spec: EpisodeSpec) -> TextEnvironment:
-        """The spec's room."""
-        room = SokobanText(
-            spec.options["map"], self.vocabulary, reward_schedule=self._rewards, invalid_reward=self._invalid
-        )
-        return BlankedEnvironment(room) if self._blank else room
+    def draw_map(self, rng: np.random.Generator) -> Map:
+        """See `random_room`."""
+        return random_room(rng, **self._draw)
 
-    def training_specs(self, iteration: int, count: int) -> list[EpisodeSpec]:
-        """Fresh rooms for each iteration, none of them held out."""
-        rng = np.random.default_rng([self._seed, 2, iteration])
-        rooms = self._rooms(rng, -(-count // self._per_map))
-        return [_spec(f"train-{iteration:06d}-{i:05d}", rooms[i // self._per_map]) for i in range(count)]
+    def make_world(self, desc: Map) -> SokobanText:
+        """The room of this map."""
+        return SokobanText(desc, self.vocabulary, reward_schedule=self._rewards, invalid_reward=self._invalid)
 
-    def evaluation_specs(self, count: int) -> list[EpisodeSpec]:
-        """The held-out rooms, over and over where `count` is larger."""
-        return [_spec(f"eval-{i:05d}", self._held_out[i % len(self._held_out)]) for i in range(count)]
-
-    def _rooms(self, rng: np.random.Generator, count: int, *, distinct: bool = False) -> list[tuple[str, ...]]:
-        """`count` rooms that are not held out."""
-        rooms: list[tuple[str, ...]] = []
-        for _ in range(ATTEMPTS * count):
-            room = random_room(rng, **self._draw)
-            if room not in self._forbidden and not (distinct and room in rooms):
-                rooms.append(room)
-            if len(rooms) == count:
-                return rooms
-        raise _none_found(f"{count} of {self._draw}")
-
-
-def _spec(name: str, desc: tuple[str, ...]) -> EpisodeSpec:
-    key = hashlib.sha256("/".join(desc).encode()).hexdigest()[:12]
-    return EpisodeSpec(name, prompt_id=key, group_id=key, seed=0, options={"map": desc})
+    def too_few(self, found: int, wanted: int) -> ConfigError:
+        """Names what was drawn."""
+        return _none_found(f"{wanted} of {self._draw}")

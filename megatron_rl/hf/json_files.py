@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import CheckpointError
+from megatron_rl.files import write_text
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -35,3 +36,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError("unreadable JSON", file=path, found=type(value).__name__, expected="a JSON object")
     return value
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a JSON object, atomically. Keys are sorted, so that equal values give equal bytes."""
+    write_text(path, json.dumps(values, indent=2, sort_keys=True) + "\n")

@@ -3,8 +3,9 @@
 Invariants:
 
 * Room for the header is left free and the header written last, padded with spaces, as the format allows.
-* Every tensor begins at a multiple of its item size: those whose own size is not a multiple of 8 are held back and
-  written last, large items before small ones, because the format has no gaps.
+* The format has no gaps, and every tensor must begin at a multiple of its item size. `ShardFile.append` leaves that to
+  its caller; `ShardFile.add` holds tensors back whose size is not a multiple of 8, and they are written last, large
+  items before small ones.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import xxhash
@@ -23,10 +25,22 @@ from megatron_rl.errors import CheckpointError
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _ALIGNMENT = 8
+LENGTH_BYTES = 8
+"""Of the number before the header: how long it is, little endian."""
 _LONGEST_OFFSET = 10**15
+_PIECE = 8 << 20
+"""Bytes hashed and written in one go: what was hashed is still in the processor's cache when it is written."""
 
 Piece = tuple[int, str]
 """So many bytes of a file, and their xxh3-64 in hexadecimal. A file's pieces follow each other without gaps."""
+
+
+class Digest(Protocol):
+    """A hash under construction, as `xxhash` has them."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Hash more bytes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -39,15 +53,32 @@ class _Held:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor as they lie in a file; a view of it where it is contiguous and in CPU memory."""
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def header_room(shapes: Mapping[str, Sequence[int]]) -> int:
     """Bytes that the header of a file with these tensors takes at most."""
-    longest = max(_NAMES.values(), key=len)
-    entries = (_entry(name, longest, shape, _LONGEST_OFFSET, _LONGEST_OFFSET) for name, shape in shapes.items())
-    size = len(_header(entries))
-    return size + -size % _ALIGNMENT
+    longest = max(_NAMES, key=lambda dtype: len(_NAMES[dtype]))
+    entries = (header_entry(name, longest, shape, _LONGEST_OFFSET, _LONGEST_OFFSET) for name, shape in shapes.items())
+    return len(file_header(entries)) - LENGTH_BYTES
+
+
+def header_entry(name: str, dtype: torch.dtype, shape: Sequence[int], start: int, stop: int) -> str:
+    """A tensor's line of the header: its bytes are [start, stop), counted from the end of the header."""
+    values = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+    return f"{json.dumps(name)}:{json.dumps(values, separators=(',', ':'))}"
+
+
+def file_header(entries: Iterable[str], room: int = 0) -> bytes:
+    """How a file begins: length (8 bytes, little endian) and JSON, padded with spaces.
+
+    Args:
+        entries: of `header_entry`, in the order of the file.
+        room: bytes of the JSON with its padding; 0: up to the next multiple of 8, which aligns the data.
+    """
+    text = ("{" + ",".join(['"__metadata__":{"format":"pt"}', *entries]) + "}").encode()
+    room = room or len(text) + -len(text) % _ALIGNMENT
+    return room.to_bytes(LENGTH_BYTES, "little") + text.ljust(room)
 
 
 class ShardFile:
@@ -55,7 +86,7 @@ class ShardFile:
 
     Args:
         path: does not exist yet.
-        room: see `header_room`, of all tensors that may come.
+        room: see `header_room`, of all tensors that may come; or of the header that is known to come.
     """
 
     def __init__(self, path: Path, room: int) -> None:
@@ -85,48 +116,53 @@ class ShardFile:
         if len(data) % _ALIGNMENT:
             self._held.append(_Held(name, tensor.dtype, tensor.shape, bytes(data)))
         else:
-            self._append(name, tensor.dtype, tensor.shape, data)
+            self.append(name, tensor.dtype, tensor.shape, data)
 
-    def close(self, digests: Mapping[str, str]) -> list[Piece]:
-        """Write what was held back and the header.
+    def append(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        data: memoryview | bytes,
+        digest: Digest | None = None,
+    ) -> None:
+        """Append a tensor just behind the one before. `digest` hashes its bytes as they are written."""
+        self._entries.append(header_entry(name, dtype, shape, self._end, self._end + len(data)))
+        self.names.append(name)
+        self._sizes.append(len(data))
+        view = memoryview(data)
+        for start in range(0, len(view), _PIECE):
+            piece = view[start : start + _PIECE]
+            if digest is not None:
+                digest.update(piece)
+            self._write(piece, LENGTH_BYTES + self._room + self._end + start)
+        self._end += len(view)
+
+    def close(self) -> bytes:
+        """Write what was held back and the header. Returns the header, as `file_header` gives it."""
+        for late in sorted(self._held, key=lambda held: -held.dtype.itemsize):
+            self.append(late.name, late.dtype, late.shape, late.data)
+        header = file_header(self._entries, self._room)
+        self._write(header, 0)
+        os.close(self._file)
+        return header
+
+    def close_hashed(self, digests: Mapping[str, str]) -> list[Piece]:
+        """`close`, and the pieces of the file: its header and each tensor.
 
         Args:
             digests: tensor name → xxh3-64 of its bytes.
-
-        Returns:
-            The pieces of the file: its header and each tensor.
         """
-        for late in sorted(self._held, key=lambda held: -held.dtype.itemsize):
-            self._append(late.name, late.dtype, late.shape, late.data)
-        header = _header(self._entries).ljust(self._room)
-        start = self._room.to_bytes(8, "little") + header
-        self._write(start, 0)
-        os.close(self._file)
+        header = self.close()
         tensors = [(size, digests[name]) for name, size in zip(self.names, self._sizes, strict=True)]
-        return [(len(start), xxhash.xxh3_64_hexdigest(start)), *tensors]
+        return [(len(header), xxhash.xxh3_64_hexdigest(header)), *tensors]
 
     def abandon(self) -> None:
         """Let go of an unfinished file."""
         os.close(self._file)
-
-    def _append(self, name: str, dtype: torch.dtype, shape: Sequence[int], data: memoryview | bytes) -> None:
-        self._entries.append(_entry(name, _NAMES[dtype], shape, self._end, self._end + len(data)))
-        self.names.append(name)
-        self._sizes.append(len(data))
-        self._write(data, 8 + self._room + self._end)
-        self._end += len(data)
 
     def _write(self, data: memoryview | bytes, place: int) -> None:
         view = memoryview(data)
         while view:
             written = os.pwrite(self._file, view, place)
             view, place = view[written:], place + written
-
-
-def _entry(name: str, dtype: str, shape: Sequence[int], start: int, stop: int) -> str:
-    values = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
-    return f"{json.dumps(name)}:{json.dumps(values, separators=(',', ':'))}"
-
-
-def _header(entries: Iterable[str]) -> bytes:
-    return ("{" + ",".join(['"__metadata__":{"format":"pt"}', *entries]) + "}").encode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import uuid
 from collections import Counter
@@ -21,7 +20,7 @@ from megatron_rl.files import make_durable
 from megatron_rl.hf.audit import Audit, Problem
 from megatron_rl.hf.config import HFModelConfig
 from megatron_rl.hf.families import ARCHITECTURES
-from megatron_rl.hf.json_files import read_json
+from megatron_rl.hf.json_files import read_json, write_json
 from megatron_rl.hf.mtp import SETTING, mtp_names
 from megatron_rl.hf.quantised import open_checkpoint
 from megatron_rl.hf.reader import INDEX_FILE, SINGLE_FILE
@@ -132,8 +131,9 @@ class StreamingWriter:
         self._bytes_by_dtype[tensor.dtype] += len(data)
 
     def _end_shard(self) -> None:
-        shard = self._shard
-        self.pieces[shard.path.name] = shard.close(self._digests)
+        if (shard := self._shard) is None:
+            return
+        self.pieces[shard.path.name] = shard.close_hashed(self._digests)
         self._shard = None
         self._shards.append(shard.names)
         for name in shard.names:
@@ -220,11 +220,6 @@ def side_files(source: Path) -> Iterator[Path]:
     """Tokenizer and generation files of a checkpoint directory, sorted."""
     files = {file for pattern in SIDE_FILES for file in source.glob(pattern) if file.is_file()}
     yield from sorted(files)
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Keys are sorted, so that equal values give equal bytes."""
-    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def replace_directory(directory: Path, target: Path) -> None:

@@ -19,10 +19,9 @@ from megatron_rl.errors import RolloutError
 from megatron_rl.rollouts._checks import Examination, Limits
 from megatron_rl.rollouts.routes import expert_load, missing_rows
 from megatron_rl.rollouts.schema import ModelFingerprint, RolloutBatch, RolloutHeader, Trajectory
-from megatron_rl.rollouts.store import read_batch, read_manifest
-from megatron_rl.rollouts.validate import examine, header_faults
+from megatron_rl.rollouts.store import read_batch, read_manifest, shard_paths
+from megatron_rl.rollouts.validate import ANY_VERSION, examine, header_faults
 
-_ANY_VERSION = int(np.iinfo(np.int32).max)
 _TURN_STYLES = ("bold cyan", "bold magenta", "bold green", "bold yellow")
 
 
@@ -86,7 +85,7 @@ def _limits(
     return Limits(
         vocab_size=model.vocab_size,
         num_experts=model.num_experts,
-        current_version=_ANY_VERSION if current_version is None else current_version,
+        current_version=ANY_VERSION if current_version is None else current_version,
         replay=replay,
         missing_boundary=missing_boundary,
         min_route_coverage=coverage,
@@ -102,8 +101,8 @@ def _files(path: Path) -> tuple[list[Path], list[RolloutError]]:
         committed = [path / shard.file for shard in read_manifest(path)]
         errors: list[RolloutError] = []
     except RolloutError as error:
-        committed, errors = sorted(path.glob("*.arrow")), [error]
-    stray = sorted(set(path.glob("*.arrow")) - set(committed))
+        committed, errors = shard_paths(path, committed=False), [error]
+    stray = sorted(set(shard_paths(path, committed=False)) - set(committed))
     errors += [
         RolloutError("shard was never committed", file=file, found="no manifest entry", expected=f"{file.name}.json")
         for file in stray

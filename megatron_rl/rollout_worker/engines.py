@@ -16,6 +16,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.engines import AsyncTokenEngine
 from megatron_rl.errors import ConfigError
 from megatron_rl.rollouts.schema import RolloutHeader
+from megatron_rl.rollouts.store import shard_paths
 from megatron_rl.run_dir.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def _dtype(config: RunConfig) -> str:
 
 def _seed(config: RunConfig) -> int:
     """A seed that differs after each restart, so that an episode that is played again samples other tokens."""
-    shards = len(list(Exchange(Path(config.output)).stream.glob("*/*.arrow.json")))
+    shards = len(shard_paths(Exchange(Path(config.output)).stream, folders="*"))
     return int(np.random.SeedSequence([config.seed, shards]).generate_state(1)[0] >> 1)
 
 

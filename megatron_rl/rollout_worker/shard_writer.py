@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_rl.errors import RolloutError
 from megatron_rl.rollouts.schema import RolloutHeader, Trajectory
-from megatron_rl.rollouts.store import open_shard, write_shard
+from megatron_rl.rollouts.store import is_committed, open_shard, shard_paths, write_shard
 
 SHARDS_PER_FOLDER = 256
 """A folder's manifest is rewritten with each shard."""
@@ -104,19 +104,18 @@ def _why(trajectory: Trajectory) -> str:
 
 def _write_once(folder: Path, header: RolloutHeader, trajectories: list[Trajectory], name: str) -> None:
     # An attempt may have failed after the shard was committed, at the folder's manifest: then nothing is left to do.
-    if not (folder / f"{name}.arrow.json").exists():
+    if not is_committed(folder, name):
         write_shard(folder, header, trajectories, name=name)
 
 
 def recorded_ids(stream: Path) -> set[str]:
     """Trajectory ids of all committed shards; no other column is read."""
     ids: set[str] = set()
-    for entry in sorted(stream.glob("*/*.arrow.json")):
-        _, batches = open_shard(entry.with_name(entry.name.removesuffix(".json")))
+    for shard in shard_paths(stream, folders="*"):
+        _, batches = open_shard(shard)
         ids.update(name for batch in batches for name in batch.column("trajectory_id").to_pylist())
     return ids
 
 
 def _next_number(stream: Path) -> int:
-    names = (entry.name.split(".")[0] for entry in stream.glob("*/*.arrow.json"))
-    return max((int(name) + 1 for name in names), default=0)
+    return max((int(shard.stem) + 1 for shard in shard_paths(stream, folders="*")), default=0)

@@ -18,10 +18,11 @@ import pyarrow as pa
 import xxhash
 
 from megatron_rl.errors import RolloutError
-from megatron_rl.files import atomic_file
+from megatron_rl.files import atomic_file, write_text
 
 MANIFEST = "manifest.json"
 SUFFIX = ".arrow"
+_ENTRY = ".json"
 _CHUNK = 16 << 20
 
 
@@ -73,10 +74,10 @@ def commit_shard(directory: Path, name: str, table: pa.Table, *, tokens: int, re
     path = directory / (name + SUFFIX)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if not replace and entry_path(path).exists():
+        if not replace and is_committed(directory, name):
             raise RolloutError("shard exists already", file=path, found=name, expected="a name no writer used before")
         info = _write_table(path, table, tokens)
-        _write_json(entry_path(path), asdict(info))
+        write_text(entry_path(path), json.dumps(asdict(info), indent=1))
         _add_to_manifest(directory, info)
     except OSError as error:
         raise RolloutError(
@@ -97,19 +98,20 @@ def _write_table(path: Path, table: pa.Table, tokens: int) -> ShardInfo:
     return ShardInfo(path.name, table.num_rows, tokens, sink.size, sink.hash.hexdigest())
 
 
+def is_committed(directory: Path, name: str) -> bool:
+    """Whether the directory has a committed shard `name`.arrow."""
+    return entry_path(directory / (name + SUFFIX)).exists()
+
+
 def entry_path(shard: Path) -> Path:
     """Where the manifest entry of a shard file lies."""
-    return shard.with_name(shard.name + ".json")
-
-
-def _write_json(path: Path, content: object) -> None:
-    with atomic_file(path) as stream:
-        stream.write(json.dumps(content, indent=1).encode())
+    return shard.with_name(shard.name + _ENTRY)
 
 
 def _add_to_manifest(directory: Path, info: ShardInfo) -> None:
     listed = {shard.file: shard for shard in _listed(directory)} | {info.file: info}
-    _write_json(directory / MANIFEST, {"shards": [asdict(listed[file]) for file in sorted(listed)]})
+    content = {"shards": [asdict(listed[file]) for file in sorted(listed)]}
+    write_text(directory / MANIFEST, json.dumps(content, indent=1))
 
 
 def _listed(directory: Path) -> list[ShardInfo]:
@@ -136,6 +138,20 @@ def _info(content: object, path: Path) -> ShardInfo:
         ) from error
 
 
+def shard_paths(directory: Path, *, folders: str = ".", committed: bool = True) -> list[Path]:
+    """Shard files of a directory, sorted by folder and name. Nothing is read, nothing compared with the manifest.
+
+    Args:
+        directory: where to look; it may be absent.
+        folders: pattern of the folders: `.` the directory itself, `*` those in it, `**` all of them.
+        committed: only shards that have an entry, whether or not the file is still there.
+    """
+    if not committed:
+        return sorted(directory.glob(f"{folders}/*{SUFFIX}"))
+    entries = sorted(directory.glob(f"{folders}/*{SUFFIX}{_ENTRY}"))
+    return [entry.with_name(entry.name.removesuffix(_ENTRY)) for entry in entries]
+
+
 def read_entry(shard: Path) -> ShardInfo | None:
     """The manifest entry of one shard file; None where it has none."""
     path = entry_path(shard)
@@ -150,7 +166,7 @@ def read_manifest(directory: str | os.PathLike) -> tuple[ShardInfo, ...]:
     """
     directory = Path(directory)
     shards = {}
-    for path in sorted(directory.glob("*" + SUFFIX + ".json")):
+    for path in map(entry_path, shard_paths(directory)):
         info = _info(_read_json(path), path)
         shards[info.file] = info
     for listed in _listed(directory):

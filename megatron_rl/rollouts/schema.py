@@ -15,7 +15,7 @@ Invariants (checked by `rollouts.validate`, relied upon everywhere after it):
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -38,6 +38,21 @@ for it, `timeout` that its wall-clock time ran out. `environment_error` and `abo
 EXCLUDED_OUTCOMES = frozenset({"environment_error", "aborted"})
 
 
+class ModelShape(Protocol):
+    """What a fingerprint takes from a model's configuration; `hf.config.HFModelConfig` has it. Dense: E = k = 0."""
+
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def topk(self) -> int: ...
+    @property
+    def moe_layers(self) -> tuple[int, ...]: ...
+
+
 @dataclass(frozen=True)
 class ModelFingerprint:
     """Which model a rollout's tokens and routes belong to. Two fingerprints are equal or the rollout is refused."""
@@ -54,6 +69,11 @@ class ModelFingerprint:
     """0-based decoder layer of each MoE layer, ascending: row l of `routes` is decoder layer `moe_layers[l]`."""
     tokenizer_hash: str
     """xxh3 of the tokenizer's vocabulary, or of the environment adapter's when there is no tokenizer."""
+
+    @classmethod
+    def of(cls, model: ModelShape, tokenizer_hash: str) -> ModelFingerprint:
+        """The fingerprint of a model's configuration with this tokenizer."""
+        return cls(model.model_type, model.vocab_size, model.num_experts, model.topk, model.moe_layers, tokenizer_hash)
 
 
 @dataclass(frozen=True)

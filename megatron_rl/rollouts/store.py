@@ -25,10 +25,28 @@ from megatron_rl.rollouts._decode import decode
 from megatron_rl.rollouts._encode import encode
 from megatron_rl.rollouts._format import TOKEN_COLUMNS, decode_header
 from megatron_rl.rollouts._mapping import map_file, prefetch_columns
-from megatron_rl.rollouts._shard_files import SUFFIX, ShardInfo, check_shard, commit_shard, read_entry, read_manifest
+from megatron_rl.rollouts._shard_files import (
+    SUFFIX,
+    ShardInfo,
+    check_shard,
+    commit_shard,
+    is_committed,
+    read_entry,
+    read_manifest,
+    shard_paths,
+)
 from megatron_rl.rollouts.schema import RolloutBatch, RolloutHeader, Trajectory
 
-__all__ = ["ShardInfo", "read_batch", "read_manifest", "select_rows", "trajectory_at", "write_shard"]
+__all__ = [
+    "ShardInfo",
+    "is_committed",
+    "read_batch",
+    "read_manifest",
+    "select_rows",
+    "shard_paths",
+    "trajectory_at",
+    "write_shard",
+]
 
 Source = str | os.PathLike | Sequence[str | os.PathLike]
 

@@ -24,6 +24,8 @@ from megatron_rl.rollouts.store import select_rows
 _ROUTE_FIELDS = frozenset({"num_experts", "topk", "moe_layers"})
 MissingBoundary = Literal["error", "drop", "zero"]
 OnBadRecord = Literal["error", "quarantine"]
+ANY_VERSION = int(np.iinfo(np.int32).max)
+"""`current_version` of whoever refuses no token as too new: nothing is trained, or another run counted the versions."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ and none is given to another iteration as well. A run can also be replayed from 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,7 +22,7 @@ import numpy as np
 import xxhash
 
 from megatron_rl.errors import CheckpointError, RolloutError
-from megatron_rl.files import write_text
+from megatron_rl.files import make_durable, write_text
 from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.rollouts.store import read_batch, select_rows
 
@@ -141,8 +140,7 @@ class Ledger:
             return
         with open(self.path, "a") as stream:
             stream.write(self._lines[-1])
-            stream.flush()
-            os.fsync(stream.fileno())
+        make_durable(self.path)
 
 
 def read_entries(path: Path) -> list[Entry]:

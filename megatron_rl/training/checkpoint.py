@@ -307,10 +307,8 @@ def _prune(root: Path, iteration: int, keep: int, keep_every: int) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    with open(path, "w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    path.write_text(text)
+    make_durable(path)
 
 
 def _directories(root: Path) -> list[Path]:

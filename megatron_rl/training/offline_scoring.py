@@ -20,10 +20,12 @@ from megatron_rl.config import RunConfig
 from megatron_rl.errors import RolloutError
 from megatron_rl.files import atomic_file
 from megatron_rl.rollouts.schema import ModelFingerprint
+from megatron_rl.rollouts.store import shard_paths
+from megatron_rl.rollouts.validate import ANY_VERSION
 from megatron_rl.training.actor_critic import ActorCritic
 from megatron_rl.training.forward import policy_logprobs
 from megatron_rl.training.records import ScoredBatch
-from megatron_rl.training.rollout_sources.validation import ANY_VERSION, UNKNOWN_TOKENIZER, load_validated
+from megatron_rl.training.rollout_sources.validation import UNKNOWN_TOKENIZER, load_validated
 from megatron_rl.training.score import score_batch
 
 
@@ -42,8 +44,7 @@ def score_directories(config: RunConfig, models: ActorCritic, rollouts: Path, ou
     Raises:
         RolloutError: no shards, or a fault that `validate` finds.
     """
-    hf = models.actor.model.hf
-    expected = ModelFingerprint(hf.model_type, hf.vocab_size, hf.num_experts, hf.topk, hf.moe_layers, UNKNOWN_TOKENIZER)
+    expected = ModelFingerprint.of(models.actor.model.hf, UNKNOWN_TOKENIZER)
     written = []
     for directory in shard_directories(rollouts):
         target = output / f"{directory.name}.arrow"
@@ -63,7 +64,7 @@ def shard_directories(path: Path) -> list[Path]:
     Raises:
         RolloutError: there are none.
     """
-    found = [folder for folder in [path, *sorted(path.glob("*/"))] if any(folder.glob("*.arrow"))]
+    found = [folder for folder in [path, *sorted(path.glob("*/"))] if shard_paths(folder, committed=False)]
     if not found:
         raise RolloutError("no recorded rollouts", file=path, expected="*.arrow here or one level below")
     return found[:1] if found[0] == path else [folder for folder in found if folder.name != "quarantine"]

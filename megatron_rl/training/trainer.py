@@ -103,9 +103,8 @@ class Trainer:
     @property
     def fingerprint(self) -> ModelFingerprint:
         """Whose rollouts this run accepts."""
-        hf = self.models.actor.model.hf
         tokenizer = UNKNOWN_TOKENIZER if self.task is None else self.task.vocabulary.fingerprint
-        return ModelFingerprint(hf.model_type, hf.vocab_size, hf.num_experts, hf.topk, hf.moe_layers, tokenizer)
+        return ModelFingerprint.of(self.models.actor.model.hf, tokenizer)
 
     def run(self) -> dict[str, float]:
         """Train the remaining iterations and export. Returns the last iteration's metrics.

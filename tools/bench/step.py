@@ -122,7 +122,7 @@ def synthetic_batch(hf, sequences: int, longest: int, seed: int = 0):
         for n in lengths
     )
     names = tuple(str(i) for i in range(sequences))
-    fingerprint = ModelFingerprint(hf.model_type, hf.vocab_size, hf.num_experts, hf.topk, hf.moe_layers, "bench")
+    fingerprint = ModelFingerprint.of(hf, "bench")
     return RolloutBatch(
         RolloutHeader(fingerprint, SamplingTruth(), "bench"), names, names, names, offsets,
         rng.integers(0, hf.vocab_size, total).astype(np.int32), mask, turn,

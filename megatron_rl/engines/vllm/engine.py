@@ -159,15 +159,7 @@ class VllmEngine:
 
     def header(self, tokenizer_hash: str) -> RolloutHeader:
         """The header of rollouts recorded with this engine and this vocabulary."""
-        model = self.model
-        fingerprint = ModelFingerprint(
-            architecture=model.model_type,
-            vocab_size=model.vocab_size,
-            num_experts=model.num_experts,
-            topk=model.topk,
-            moe_layers=model.moe_layers,
-            tokenizer_hash=tokenizer_hash,
-        )
+        fingerprint = ModelFingerprint.of(self.model, tokenizer_hash)
         return RolloutHeader(fingerprint, SamplingTruth(temperature=self.temperature), f"vllm/{self._engine_version}")
 
     def close(self) -> None:

@@ -25,8 +25,9 @@ from megatron_rl.hf.conversion.manifest import MANIFEST, make_manifest, read_man
 from megatron_rl.hf.conversion.output_files import Plan, PlannedFile
 from megatron_rl.hf.conversion.shards import read_hashes, write_shard
 from megatron_rl.hf.conversion.sources import Source
+from megatron_rl.hf.json_files import write_json
 from megatron_rl.hf.reader import INDEX_FILE
-from megatron_rl.hf.writer import check_target, export_settings, replace_directory, side_files, write_json
+from megatron_rl.hf.writer import check_target, export_settings, replace_directory, side_files
 
 Report = Callable[[int, int], None]
 """(bytes that stand, bytes in all) of the whole conversion; called at most a few times a second."""

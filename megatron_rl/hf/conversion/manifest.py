@@ -11,8 +11,7 @@ import xxhash
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.conversion.output_files import Plan
-from megatron_rl.hf.json_files import read_json
-from megatron_rl.hf.writer import write_json
+from megatron_rl.hf.json_files import read_json, write_json
 
 MANIFEST = "manifest.json"
 _FORMAT = 1

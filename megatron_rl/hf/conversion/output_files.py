@@ -6,16 +6,13 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 import xxhash
 
 from megatron_rl.hf.conversion.sources import Parameter, Source
 from megatron_rl.hf.reader import SINGLE_FILE
-
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_ALIGNMENT = 8
+from megatron_rl.hf.shard_file import file_header, header_entry
 
 
 @dataclass(frozen=True)
@@ -41,14 +38,8 @@ class PlannedFile:
 
     @property
     def header(self) -> bytes:
-        """Length (8 bytes, little endian) and JSON, padded with spaces so that the data is aligned."""
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        for tensor in self.tensors:
-            offsets = [tensor.start, tensor.stop]
-            entries[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        return len(text).to_bytes(8, "little") + text
+        """See `file_header`."""
+        return file_header(header_entry(t.name, t.dtype, t.shape, t.start, t.stop) for t in self.tensors)
 
     @property
     def size(self) -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
-import torch
 import xxhash
 from torch import Tensor
 
@@ -17,14 +15,10 @@ from megatron_rl.hf.ahead import ahead
 from megatron_rl.hf.audit import value_problems
 from megatron_rl.hf.conversion.output_files import PlannedFile
 from megatron_rl.hf.conversion.sources import Source
+from megatron_rl.hf.shard_file import LENGTH_BYTES, ShardFile, tensor_bytes
 
 _PIECE = 8 << 20
-"""Bytes hashed and written in one go: what was hashed is still in the processor's cache when it is written."""
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor as they lie in a file."""
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+"""Bytes read and hashed in one go."""
 
 
 def tensor_hash(tensor: Tensor) -> str:
@@ -48,14 +42,11 @@ def write_shard(file: PlannedFile, source: Source, path: Path, tick: Callable[[]
         CheckpointError: a tensor is non-finite, constant or of another shape (also: not representable in the target's
             dtype), or the file system refused.
     """
-    temporary, hashes = path.with_name(path.name + ".tmp"), {}
+    temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb", buffering=0) as stream:
-            _write_all(stream, file.header)
-            for name, tensor in ahead(prepared(file, source)):
-                hashes[name] = _write_hashed(stream, tensor_bytes(tensor))
-                tick()
-            os.fsync(stream.fileno())
+        temporary.unlink(missing_ok=True)
+        hashes = _write(file, source, temporary, tick)
+        make_durable(temporary)
     except OSError as error:
         raise CheckpointError(
             "a file could not be written",
@@ -67,6 +58,22 @@ def write_shard(file: PlannedFile, source: Source, path: Path, tick: Callable[[]
     temporary.rename(path)
     make_durable(path.parent)
     source.release()
+    return hashes
+
+
+def _write(file: PlannedFile, source: Source, path: Path, tick: Callable[[], None]) -> dict[str, str]:
+    shard, hashes = ShardFile(path, len(file.header) - LENGTH_BYTES), {}
+    try:
+        for name, tensor in ahead(prepared(file, source)):
+            digest = xxhash.xxh3_128()
+            # In the plan's order, which aligns tensors.
+            shard.append(name, tensor.dtype, tensor.shape, tensor_bytes(tensor), digest)
+            hashes[name] = digest.hexdigest()
+            tick()
+        shard.close()
+    except BaseException:
+        shard.abandon()
+        raise
     return hashes
 
 
@@ -106,22 +113,7 @@ def read_hashes(path: Path, file: PlannedFile) -> dict[str, str]:
         raise CheckpointError("a file cannot be read", file=path, found=error.strerror, expected="a shard") from error
 
 
-def _write_hashed(stream: BinaryIO, data: memoryview) -> str:
-    digest = xxhash.xxh3_128()
-    for start in range(0, len(data), _PIECE):
-        piece = data[start : start + _PIECE]
-        digest.update(piece)
-        _write_all(stream, piece)
-    return digest.hexdigest()
-
-
-def _write_all(stream: BinaryIO, data: memoryview | bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[stream.write(view) :]
-
-
-def _read_hash(stream: BinaryIO, size: int) -> str:
+def _read_hash(stream: FileIO, size: int) -> str:
     digest, buffer = xxhash.xxh3_128(), bytearray(min(size, _PIECE))
     while size:
         count = stream.readinto(memoryview(buffer)[: min(size, _PIECE)])

@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from megatron_rl.errors import RolloutError
 from megatron_rl.rollouts.schema import RolloutBatch
-from megatron_rl.rollouts.store import read_batch, read_manifest, select_rows
+from megatron_rl.rollouts.store import read_batch, read_manifest, select_rows, shard_paths
+from megatron_rl.rollouts.validate import ANY_VERSION
 from megatron_rl.run_dir import ledger
 from megatron_rl.training.actor_critic import ActorCritic
 from megatron_rl.training.rollout_sources.base import IterationRollouts, SourceContext
-from megatron_rl.training.rollout_sources.validation import ANY_VERSION, validated
+from megatron_rl.training.rollout_sources.validation import validated
 
 
 class RecordedRolloutSource:
@@ -84,7 +85,7 @@ class RecordedRolloutSource:
 
 def _shards(directory: Path) -> list[tuple[Path, int]]:
     """(file, rows) of every committed shard of a directory and those below it, by name."""
-    folders = sorted({directory, *(path.parent for path in directory.rglob("*.arrow.json"))})
+    folders = sorted({directory, *(path.parent for path in shard_paths(directory, folders="**"))})
     folders = [folder for folder in folders if folder.name != "quarantine"]
     found = [(folder / shard.file, shard.rows) for folder in folders for shard in read_manifest(folder)]
     if not found:

@@ -29,6 +29,7 @@ from megatron_rl.backend import platform
 from megatron_rl.environments.levels import curriculum_metrics
 from megatron_rl.errors import ConfigError, EngineVersionError, MegatronRLError
 from megatron_rl.rollouts.schema import RolloutBatch
+from megatron_rl.rollouts.store import shard_paths
 from megatron_rl.run_dir import ledger
 from megatron_rl.run_dir.exchange import Exchange, Heartbeat, Progress
 from megatron_rl.run_dir.ledger import Entry
@@ -338,7 +339,7 @@ class StreamingRolloutSource:
         return seen
 
     def _refuse_leftovers(self) -> None:
-        if not self._config.checkpoint.resume and any(self._exchange.stream.glob("*/*.arrow.json")):
+        if not self._config.checkpoint.resume and shard_paths(self._exchange.stream, folders="*"):
             raise ConfigError(
                 "a run that starts afresh finds the recorded rollouts of an earlier one", file=self._exchange.stream,
                 setting="output=ANOTHER_DIRECTORY, or checkpoint.resume=true to continue",

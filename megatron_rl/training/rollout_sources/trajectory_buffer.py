@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_rl.errors import RolloutError
 from megatron_rl.rollouts.schema import RolloutBatch
-from megatron_rl.rollouts.store import read_batch
+from megatron_rl.rollouts.store import read_batch, shard_paths
 
 _NEVER = np.iinfo(np.int32).max
 _log = logging.getLogger(__name__)
@@ -75,10 +75,10 @@ class TrajectoryBuffer:
             RolloutError: a committed shard is torn or damaged.
         """
         for folder in sorted(path for path in self._stream.glob("*") if path.is_dir() and path.name >= self._folder):
-            for entry in sorted(folder.glob("*.arrow.json")):
-                if entry not in self._seen:
-                    self._seen.add(entry)
-                    self._add(entry.with_name(entry.name.removesuffix(".json")))
+            for shard in shard_paths(folder):
+                if shard not in self._seen:
+                    self._seen.add(shard)
+                    self._add(shard)
             self._folder = folder.name
 
     def take(self, count: int, version: int, staleness: int, *, whole_groups: bool, drop: bool) -> list[Row]:

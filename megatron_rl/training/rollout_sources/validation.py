@@ -17,8 +17,6 @@ from megatron_rl.rollouts.validate import ValidationReport, validate
 
 UNKNOWN_TOKENIZER = ""
 """Tokenizer hash of a fingerprint made without a task: whatever was recorded is accepted."""
-ANY_VERSION = np.iinfo(np.int32).max
-"""Weight version of a trainer that refuses no token as too new: versions of another run say nothing about this one."""
 
 
 _Verdict = tuple[list[int], MegatronRLError | None, ValidationReport | None]

@@ -139,19 +139,19 @@ def test_a_directory_that_is_no_checkpoint_is_never_replaced(checkpoint, tmp_pat
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from megatron_rl.hf.conversion import shards
 from megatron_rl.hf.conversion.output_files import make_plan
 from megatron_rl.hf.conversion.conversion import convert
 from megatron_rl.hf.conversion.sources import HFSource
-left, original = int(sys.argv[3]), shards._write_hashed
-def dying(stream, data):
+from megatron_rl.hf.shard_file import ShardFile
+left, original = int(sys.argv[3]), ShardFile.append
+def dying(file, name, dtype, shape, data, digest):
     global left
     left -= 1
     if not left:
-        stream.write(data[: len(data) // 2])
+        original(file, name, dtype, shape, data[: len(data) // 2], digest)
         os.kill(os.getpid(), signal.SIGKILL)
-    return original(stream, data)
-shards._write_hashed = dying
+    original(file, name, dtype, shape, data, digest)
+ShardFile.append = dying
 source = HFSource(sys.argv[1])
 convert(source, Path(sys.argv[2]), make_plan(source, max_shard_bytes=int(sys.argv[4])))
 """

@@ -28,7 +28,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> list[Piece]:
     file = ShardFile(path, header_room({name: tensor.shape for name, tensor in tensors.items()}))
     for name, tensor in tensors.items():
         file.add(name, tensor, tensor_bytes(tensor))
-    return file.close({name: xxhash.xxh3_64_hexdigest(tensor_bytes(tensor)) for name, tensor in tensors.items()})
+    return file.close_hashed({name: xxhash.xxh3_64_hexdigest(tensor_bytes(tensor)) for name, tensor in tensors.items()})
 
 
 def bits(tensor: torch.Tensor) -> bytes:

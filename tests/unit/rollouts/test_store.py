@@ -29,6 +29,7 @@ from megatron_rl.rollouts import (
     trajectory_at,
     write_shard,
 )
+from megatron_rl.rollouts.store import is_committed, shard_paths
 from tests.unit.rollouts.records import HEADER, MODEL, assert_same, routes_for, sound, write_tampered
 
 FLOATS = st.floats(width=32)  # NaN and infinities included: storing is not judging
@@ -451,3 +452,19 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
         assert_same(trajectory_at(batch, row), sound(row // 2))
     json.loads((tmp_path / "manifest.json").read_text())
     assert not list(tmp_path.glob(".*"))
+
+
+def test_shards_are_listed_by_folder_and_name(tmp_path: Path) -> None:
+    for folder, name in (("b", "1"), ("a", "2"), ("a/deep", "0"), ("a", "1")):
+        write_shard(tmp_path / folder, HEADER, [sound()], name=name)
+    (tmp_path / "a/stray.arrow").touch()
+
+    def listed(folder: str, **how) -> list[str]:
+        return [str(path.relative_to(tmp_path)) for path in shard_paths(tmp_path / folder, **how)]
+
+    assert listed("a") == ["a/1.arrow", "a/2.arrow"]
+    assert listed("a", committed=False) == ["a/1.arrow", "a/2.arrow", "a/stray.arrow"]
+    assert listed(".", folders="*") == ["a/1.arrow", "a/2.arrow", "b/1.arrow"]
+    assert listed(".", folders="**") == ["a/1.arrow", "a/2.arrow", "a/deep/0.arrow", "b/1.arrow"]
+    assert listed("absent") == listed("absent", folders="*") == []
+    assert is_committed(tmp_path / "a", "1") and not is_committed(tmp_path / "a", "stray")
