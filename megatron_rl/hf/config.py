@@ -136,7 +136,7 @@ def read_hf_config(path: str | Path, *, mtp: Literal["drop", "keep"] = "drop") -
 
     Args:
         path: checkpoint directory, or config.json.
-        mtp: what exports do with multi-token-prediction layers (see `hf.mtp`).
+        mtp: what exports do with multi-token-prediction layers (see `hf.inventory`).
 
     Raises:
         CheckpointError: a setting is missing, of the wrong type, contradictory, or one the conversion does not support.

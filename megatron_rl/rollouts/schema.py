@@ -42,15 +42,29 @@ class ModelShape(Protocol):
     """What a fingerprint takes from a model's configuration; `hf.config.HFModelConfig` has it. Dense: E = k = 0."""
 
     @property
-    def model_type(self) -> str: ...
+    def model_type(self) -> str:
+        """HF name of the architecture."""
+        ...
+
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Unpadded V."""
+        ...
+
     @property
-    def num_experts(self) -> int: ...
+    def num_experts(self) -> int:
+        """E."""
+        ...
+
     @property
-    def topk(self) -> int: ...
+    def topk(self) -> int:
+        """k."""
+        ...
+
     @property
-    def moe_layers(self) -> tuple[int, ...]: ...
+    def moe_layers(self) -> tuple[int, ...]:
+        """0-based decoder layers, ascending."""
+        ...
 
 
 @dataclass(frozen=True)

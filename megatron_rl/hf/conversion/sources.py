@@ -14,9 +14,8 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.audit import audit_checkpoint
 from megatron_rl.hf.config import HFModelConfig, read_hf_config
 from megatron_rl.hf.importer import needs_initialisation, read_tensor, stored_as
-from megatron_rl.hf.inventory import HFTensor, hf_tensors, is_stored, model_parameters
+from megatron_rl.hf.inventory import HFTensor, dropped_note, hf_tensors, is_stored, model_parameters, mtp_names
 from megatron_rl.hf.json_files import read_json
-from megatron_rl.hf.mtp import dropped_note, mtp_names
 from megatron_rl.hf.quantised import FP8Reader, open_checkpoint
 from megatron_rl.hf.table import KEPT_DTYPE, ParamRule
 
