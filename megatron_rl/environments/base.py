@@ -88,7 +88,7 @@ class GymTextEnvironment(ABC):
     ) -> None:
         self.env, self.vocabulary, self.invalid_reward = env, vocabulary, invalid_reward
         self._actions = {tuple(vocabulary.encode([word, END])): action for word, action in actions.items()}
-        self.stop_tokens = vocabulary.encode([END])
+        self.stop_tokens: Sequence[int] = vocabulary.encode([END])
         self._observation: Any = None
 
     @abstractmethod
@@ -129,7 +129,8 @@ class BlankedEnvironment:
     """
 
     def __init__(self, inner: GymTextEnvironment) -> None:
-        self.inner, self.stop_tokens = inner, inner.stop_tokens
+        self.inner = inner
+        self.stop_tokens: Sequence[int] = inner.stop_tokens
         self._kept = set(inner.vocabulary.encode(STRUCTURE_WORDS))
         (self._blank,) = inner.vocabulary.encode([BLANK])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
@@ -26,9 +26,13 @@ Prompt = str | Sequence[Mapping[str, str]]
 class Codec(Protocol):
     """What single-turn tasks need of a tokenizer."""
 
-    vocabulary: Vocabulary | TokenizerVocabulary
     stop_tokens: list[int]
     """Any of them ends a response."""
+
+    @property
+    def vocabulary(self) -> Vocabulary | TokenizerVocabulary:
+        """Size and fingerprint of the ids."""
+        ...
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids of a prompt. Raises RolloutError where it cannot be said in this vocabulary."""
@@ -122,7 +126,7 @@ class TokenizerCodec:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(dict, prompt))
         if self._system:
             messages.insert(0, {"role": "system", "content": self._system})
-        encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        encoded: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
     def answer(self, text: str) -> list[int]:
@@ -131,7 +135,7 @@ class TokenizerCodec:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """See `Codec.decode`."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def load_codec(directory: str | Path, *, chat_template: bool = False, system: str = "") -> Codec:

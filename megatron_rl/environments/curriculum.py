@@ -57,7 +57,7 @@ class Curriculum:
                 self._recent.append(bool(metadata.get("success", False)))
         self.success = sum(self._recent) / len(self._recent) if self._recent else None
         full = len(self._recent) == self._recent.maxlen
-        if full and self.success >= self._promote_at and self.level + 1 < self.levels:
+        if full and self.success is not None and self.success >= self._promote_at and self.level + 1 < self.levels:
             self.level += 1
             self._recent.clear()
 

@@ -72,7 +72,8 @@ class FrozenLakeText(GymTextEnvironment):
             raise ConfigError(
                 "lake too large", field="desc", found=f"{len(desc)} x {len(desc[0])}", expected="<= 10 x 10"
             )
-        env = FrozenLakeEnv(desc=list(desc), is_slippery=slippery, reward_schedule=reward_schedule)
+        rewards: Any = reward_schedule  # annotated as integers there, but only handed through
+        env = FrozenLakeEnv(desc=list(desc), is_slippery=slippery, reward_schedule=rewards)
         super().__init__(env, vocabulary, MOVES, invalid_reward=invalid_reward)
         self.desc = tuple(desc)
         self._goal, self._view = _find(self.desc, "G"), view

@@ -27,7 +27,8 @@ def training_tasks(config: RunConfig, task: Task) -> tuple[Task, ...]:
             staggered in environments that do not list valid actions.
     """
     rollout = config.rollout
-    tasks, evaluated = (task,), frozenset()
+    tasks: tuple[Task, ...] = (task,)
+    evaluated: frozenset[str] = frozenset()
     if rollout.curriculum.levels:
         tasks = tuple(_level(config, task, number) for number in range(len(rollout.curriculum.levels)))
         evaluated = frozenset(spec.prompt_id for spec in task.evaluation_specs(config.evaluation_episodes))
@@ -36,7 +37,7 @@ def training_tasks(config: RunConfig, task: Task) -> tuple[Task, ...]:
             _require_valid_actions(played)
     elif not evaluated:
         return tasks
-    how = {"evaluated": evaluated, "stagger_turns": rollout.stagger_turns, "seed": config.seed}
+    how: dict[str, Any] = {"evaluated": evaluated, "stagger_turns": rollout.stagger_turns, "seed": config.seed}
     trained = tuple(TrainingTask(played, **how) for played in tasks)
     for number, level in enumerate(trained if evaluated else ()):
         _require_episodes(level, number)
@@ -84,7 +85,7 @@ def count_recorded(curriculum: Curriculum, stream: Path) -> dict[int, int]:
 
 def _readable(metadata: str | None) -> dict[str, Any] | None:
     with suppress(ValueError, TypeError):
-        found = json.loads(metadata)
+        found = json.loads(metadata or "")
         return found if isinstance(found, dict) else None
     return None
 

@@ -137,7 +137,7 @@ def tied_names(config: HFModelConfig) -> dict[str, str]:
     return {
         source.name: twin.name
         for rule, _, _ in model_parameters(config)
-        if not is_stored(config, rule)
+        if rule.tied_to and not is_stored(config, rule)
         for source, twin in zip(rule.sources, rule_for(config, rule.tied_to).sources, strict=True)
     }
 
@@ -154,7 +154,7 @@ def audit_checkpoint(reader: SafetensorsReader, config: HFModelConfig, *, values
     headers = reader.headers()
     used: set[str] = set(mtp_names(config, headers))
     problems: list[Problem] = []
-    broken: set[tuple[int, int]] = set()
+    broken: set[tuple[int | None, int | None]] = set()
     for rule, layer, expert in model_parameters(config):
         if not is_stored(config, rule):
             continue
@@ -173,9 +173,9 @@ def audit_checkpoint(reader: SafetensorsReader, config: HFModelConfig, *, values
     return AuditReport(tuple(dict.fromkeys(problems)), len(headers), tuple(dropped_note(config, headers)))
 
 
-def _expert_problems(config: HFModelConfig, broken: set[tuple[int, int]]) -> list[Problem]:
+def _expert_problems(config: HFModelConfig, broken: set[tuple[int | None, int | None]]) -> list[Problem]:
     """Layers with fewer whole experts than the model has; `broken` are the (layer, expert) that lack a tensor."""
-    lost = Counter(layer for layer, _ in broken)
+    lost = Counter(layer for layer, _ in broken if layer is not None)
     return [
         Problem("experts", f"model.layers.{layer}", config.num_experts - count, f"{config.num_experts} whole experts")
         for layer, count in sorted(lost.items())

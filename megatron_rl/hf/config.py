@@ -89,10 +89,9 @@ class HFModelConfig:
             "shared_ffn": self.shared_ffn_size,
             "experts": self.num_experts,
             "one": 1,
-        } | (self._latent_sizes() if self.latent else {})
+        } | (self._latent_sizes(self.latent) if self.latent else {})
 
-    def _latent_sizes(self) -> dict[str, int]:
-        latent = self.latent
+    def _latent_sizes(self, latent: Latent) -> dict[str, int]:
         return {
             "q_rank": latent.q_rank or 0,
             "kv_rank": latent.kv_rank,

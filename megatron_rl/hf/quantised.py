@@ -45,7 +45,7 @@ def read_scheme(settings: dict[str, Any], file: Path) -> FP8Blocks | None:
     if found is None:
         return None
     settings = found if isinstance(found, dict) else {}
-    block = settings.get("weight_block_size")
+    block: Any = settings.get("weight_block_size")
     by_block = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     if settings.get("quant_method") != "fp8" or settings.get("fmt", "e4m3") != "e4m3" or not by_block:
         raise CheckpointError(

@@ -71,7 +71,7 @@ class RunSource:
         self._buffers: HFSource | None = None
         self._keys = {_canonical(key, role): key for key in self._shapes}
         self._check_keys()
-        self.stored_dtype = own_dtype(self.directory, "float32")
+        self.stored_dtype: torch.dtype | None = own_dtype(self.directory, "float32")
 
     def parameters(self) -> list[Parameter]:
         """See `Source.parameters`."""

@@ -217,7 +217,7 @@ def _read_pt(path: Path) -> Any:
     import torch
 
     types = [type(np.dtype(code)) for code in "?bBhHiIlLqQefd"]
-    arrays = [np.ndarray, np.dtype, np._core.multiarray._reconstruct, *types]
+    arrays = [np.ndarray, np.dtype, np._core.multiarray._reconstruct, *types]  # type: ignore[attr-defined]
     try:
         with torch.serialization.safe_globals(arrays):
             return torch.load(path, map_location="cpu", weights_only=True)
