@@ -104,7 +104,14 @@ class SamplingTruth:
 
 @dataclass(frozen=True)
 class RolloutHeader:
-    """What all trajectories of a shard share. Stored in the Arrow schema's metadata."""
+    """What all trajectories of a shard share. Stored in the Arrow schema's metadata.
+
+    Example:
+        >>> model = ModelFingerprint("qwen3_moe", 151936, num_experts=128, topk=8, moe_layers=(0, 1), tokenizer_hash="")
+        >>> header = RolloutHeader(model, SamplingTruth(temperature=0.7), engine="vllm/0.11.0")
+        >>> header.fingerprint.topk, header.sampling.logprobs, header.format_version
+        (8, 'processed', 1)
+    """
 
     fingerprint: ModelFingerprint
     sampling: SamplingTruth
@@ -115,7 +122,24 @@ class RolloutHeader:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One recorded episode. Written by `engines`, read back by `store`."""
+    """One recorded episode. Written by `episodes`, read back by `store`.
+
+    Example:
+        A prompt of two tokens and one turn of two, rewarded at the end:
+
+        >>> trajectory = Trajectory(
+        ...     trajectory_id="train-0", prompt_id="p0", group_id="p0",
+        ...     tokens=np.array([5, 7, 9, 2], np.int32),
+        ...     action_mask=np.array([False, False, True, True]),
+        ...     turn_id=np.array([-1, -1, 0, 0], np.int16),
+        ...     logprobs=np.array([0.0, 0.0, -0.5, -0.1], np.float32),
+        ...     version=np.zeros(4, np.int32),
+        ...     turn_rewards=np.zeros(1, np.float32),
+        ...     reward=1.0, outcome="completed", terminated=True, truncated=False,
+        ... )
+        >>> trajectory.tokens[trajectory.action_mask].tolist()
+        [9, 2]
+    """
 
     trajectory_id: str
     prompt_id: str
@@ -154,9 +178,20 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Recorded trajectories as flat columns: written by `store.read_batch`, read by `training.score` and `batching`.
+    """Recorded trajectories as flat columns: made by `store.read_batch`, read by `training.score` and `batching`.
 
     Columns are views of memory-mapped Arrow buffers where one shard allows it. Nothing here is ever written to.
+
+    Example:
+        With the header and the trajectory of the examples above, written twice:
+
+        >>> from megatron_rl.rollouts.store import read_batch, write_shard
+        >>> _ = write_shard(directory, header, [trajectory, trajectory], name="rank-00000")
+        >>> batch = read_batch(directory)
+        >>> len(batch), batch.lengths.tolist(), batch.offsets.tolist()
+        (2, [4, 4], [0, 4, 8])
+        >>> batch.tokens[batch.offsets[1] : batch.offsets[2]].tolist()
+        [5, 7, 9, 2]
     """
 
     header: RolloutHeader
