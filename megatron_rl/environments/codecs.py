@@ -1,7 +1,7 @@
 """Text to token ids and back, with the tokenizer that lies beside a model's weights.
 
 A closed vocabulary of single characters (`vocabulary.json`, as tiny checkpoints have it) or a `transformers` tokenizer.
-Prompts are encoded once; what was generated is never encoded again, only decoded for whoever grades it.
+Prompts are encoded once; what was generated is never encoded again, only decoded for grading.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Codec(Protocol):
         ...
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Ids of a prompt. Raises RolloutError where it cannot be said in this vocabulary."""
+        """Ids of a prompt. Raises RolloutError where the vocabulary lacks a word of it."""
         ...
 
     def answer(self, text: str) -> list[int]:
@@ -99,7 +99,7 @@ class TokenizerCodec:
 
     Args:
         tokenizer: must have an end-of-sequence token.
-        chat_template: say plain prompts as the user's message and open the assistant's turn.
+        chat_template: render plain prompts as the user's message and open the assistant's turn.
         system: the system's message of such a conversation; "" for none.
 
     Raises:

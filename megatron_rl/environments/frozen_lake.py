@@ -52,8 +52,8 @@ class FrozenLakeText(GymTextEnvironment):
         desc: rows of S (start; one is drawn if there are several), F, H and one G (goal), at most 10 x 10.
         vocabulary: `lake_vocabulary()` or one that holds its words.
         slippery: whether the ice deflects moves.
-        view: what is around: `cells` names the four neighbour cells, `moves` lists the moves that neither drown nor
-            bump (and random valid play chooses among those).
+        view: what is around: `cells` names the four neighbour cells, `moves` lists the moves that end neither in a
+            hole nor at a wall (and random valid play chooses among those).
         reward_schedule: rewards of reaching the goal, a hole, and any other cell.
         invalid_reward: see `GymTextEnvironment`.
     """

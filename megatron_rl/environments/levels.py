@@ -1,4 +1,4 @@
-"""What a configuration trains on: its task, from staggered starts, at one level or at several."""
+"""Builds what a configuration trains on: its task at one or several levels, with staggered starts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def training_tasks(config: RunConfig, task: Task) -> tuple[Task, ...]:
 
 
 def make_curriculum(config: RunConfig) -> Curriculum | None:
-    """At its first level; None where the configuration has none."""
+    """A curriculum at its first level; None where the configuration has no levels."""
     chosen = config.rollout.curriculum
     if not chosen.levels:
         return None
@@ -58,14 +58,15 @@ def curriculum_metrics(level: int, success: float | None) -> dict[str, float]:
 
 
 def count_recorded(curriculum: Curriculum, stream: Path) -> dict[int, int]:
-    """Let a new curriculum count all that lies recorded in a stream, in the order it was recorded in. A row whose
-    metadata cannot be read is not counted: the trainer refuses it by `rollout.on_bad_record`.
+    """Let a new curriculum count everything recorded in a stream, in the order it was recorded in.
+
+    A row whose metadata cannot be read is not counted: the trainer refuses it by `rollout.on_bad_record`.
 
     Returns:
         Block → level of its recorded episodes.
 
     Raises:
-        ConfigError: they were played at a level that is gone.
+        ConfigError: they were played at a level that the configuration no longer has.
         RolloutError: a shard is torn.
     """
     blocks: dict[int, int] = {}

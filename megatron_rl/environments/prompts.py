@@ -128,9 +128,9 @@ class PromptsTask:
     Args:
         path: the dataset, see `prompt_rows`.
         tokenizer: model directory, or any with a tokenizer or a `vocabulary.json`.
-        reward: `package.module:name` of a `Reward`.
+        reward: a `Reward`, as `package.module:name`.
         prompt_field: a row's text or conversation.
-        id_field: a row's own name, distinct; None: its number and content name it.
+        id_field: the field with a row's unique name; None: named by its number and content.
         evaluation_path: a dataset to evaluate on; None: `held_out` prompts are set aside.
         held_out: how many distinct prompts that are.
         responses_per_prompt: episodes of one prompt in an iteration: a group.

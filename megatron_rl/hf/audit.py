@@ -190,8 +190,10 @@ def _stored_value_problems(reader: SafetensorsReader, tensor: HFTensor, may_be_c
 def _surplus_problems(
     reader: SafetensorsReader, config: HFModelConfig, headers: dict[str, tuple[str, ...]], used: set[str], values: bool
 ) -> list[Problem]:
-    """Names held twice, and names nobody asked for. A stored copy of a tied embedding is accepted when it is equal, a
-    bias of the value head when it is zero."""
+    """Names held twice, and names the model does not have.
+
+    A stored copy of a tied embedding is accepted where it is equal, a bias of the value head where it is zero.
+    """
     problems = [
         Problem("duplicate", name, ", ".join(files), "one file") for name, files in headers.items() if len(files) > 1
     ]

@@ -126,7 +126,7 @@ class HFModelConfig:
         return self.router.expert_bias
 
     def as_critic(self) -> HFModelConfig:
-        """The same backbone with a value head in place of the vocabulary head, and nothing that predicts tokens."""
+        """The same backbone with a value head in place of the vocabulary head, no prediction layers."""
         return replace(self, head="value", keep_mtp=False)
 
 
@@ -140,7 +140,7 @@ def read_hf_config(path: str | Path, *, mtp: Literal["drop", "keep"] = "drop") -
     Raises:
         CheckpointError: a setting is missing, of the wrong type, contradictory, or one the conversion does not support.
             `field` names the setting.
-        ConfigError: the family is known, and it is known what Megatron-Core lacks for it.
+        ConfigError: a family that Megatron-Core cannot train; the message says what it lacks.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file

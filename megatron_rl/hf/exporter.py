@@ -1,4 +1,4 @@
-"""Megatron parameters → HF tensors. Collectives are the caller's: this takes shards that were gathered already."""
+"""Megatron parameters → HF tensors. No collectives: the caller gathers the shards."""
 
 from __future__ import annotations
 

@@ -124,8 +124,7 @@ def is_stored(config: HFModelConfig, rule: ParamRule) -> bool:
 
 
 def expected_names(config: HFModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor of a complete checkpoint as exports write it: per-expert names where the family has
-    them."""
+    """Name → shape of every tensor of a complete checkpoint, under the names exports write (`HFTensor.written_as`)."""
     return {
         name: shape
         for rule, layer, expert in model_parameters(config)

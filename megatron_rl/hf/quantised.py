@@ -2,7 +2,7 @@
 
 A weight W float8_e4m3fn [..., R, C] comes with scales S [..., ⌈R/b⌉, ⌈C/c⌉] under the weight's name + `_scale_inv`;
 config.json gives the block b x c. The value of an entry is float32(W[i, j]) · S[i // b, j // c], rounded to float32
-(DeepSeek-V3's `inference/kernel.py`). Values are handed out in float32, so that what casts them rounds once more only.
+(DeepSeek-V3's `inference/kernel.py`). Values are returned in float32: a cast is the only other rounding.
 """
 
 from __future__ import annotations

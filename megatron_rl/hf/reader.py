@@ -71,7 +71,7 @@ class SafetensorsReader:
         return self.path / self._where[name]
 
     def headers(self) -> dict[str, tuple[str, ...]]:
-        """Name → files whose header holds it, over all files of the index: the truth an index may contradict."""
+        """Name → files whose header holds it, over all files of the index. The index itself may say otherwise."""
         holders: dict[str, tuple[str, ...]] = {}
         for file in sorted(set(self._where.values())):
             names = self._handle(file, None).keys()

@@ -1,4 +1,4 @@
-"""Rotary embedding settings, wherever a version of transformers put them."""
+"""Rotary embedding settings, from either place where versions of transformers write them."""
 
 from __future__ import annotations
 

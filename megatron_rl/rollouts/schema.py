@@ -1,11 +1,11 @@
-"""The recorded rollout: what really happened, token by token.
+"""The recorded rollout, token by token.
 
 Axis letters: B trajectories, T raw tokens of the whole batch, N raw tokens of one trajectory, K turns, D decisions,
 L MoE layers, E experts, k top-k. Flat arrays are concatenated over trajectories and cut by `[B+1]` offsets.
 
 Invariants (checked by `rollouts.validate`, relied upon everywhere after it):
 
-* `action_mask[0] = 0`: the first token has no logits before it, so nobody sampled it.
+* `action_mask[0] = 0`: the first token has no logits before it, so it was not sampled.
 * `turn_id` is 0, 1, … in order of appearance where `action_mask` is 1, and -1 where it is 0. It decides what a turn is.
 * `logprobs` and `version` are meaningful only where `action_mask` is 1.
 * Never both `terminated` and `truncated`. `boundary_tokens is None` means unknown; an empty array: nothing new seen.
@@ -92,7 +92,7 @@ class ModelFingerprint:
 
 @dataclass(frozen=True)
 class SamplingTruth:
-    """From which distribution tokens were drawn and log-probs recorded."""
+    """The distribution that tokens were drawn from and that log-probs are of."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -153,7 +153,7 @@ class Trajectory:
     turn_id: np.ndarray
     """int16 [N]: turn of each sampled token, -1 elsewhere."""
     logprobs: np.ndarray
-    """float32 [N], nats: log-prob of the behaviour policy that really sampled the token; 0 elsewhere."""
+    """float32 [N], nats: log-prob of the token under the behaviour policy that sampled it; 0 elsewhere."""
     version: np.ndarray
     """int32 [N]: weight version that sampled the token; ignored elsewhere."""
     turn_rewards: np.ndarray
@@ -169,7 +169,7 @@ class Trajectory:
     boundary_tokens: np.ndarray | None = None
     """int32 [n]: what became visible after the last decision; empty: nothing; None: unknown."""
     reward_vector: np.ndarray | None = None
-    """float32 [R]: reward components, free of meaning here."""
+    """float32 [R]: reward components, recorded but not used here."""
     routes: np.ndarray | None = None
     """uint8 or uint16 [L, N-1, k]: expert ids; the dtype's largest value marks a missing row; None: not recorded."""
     metadata: dict[str, Any] = field(default_factory=dict)

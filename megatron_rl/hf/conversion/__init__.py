@@ -4,7 +4,7 @@
     output_files.py  which parameter goes into which file, at which byte, before anything is read
     shards.py        one safetensors file: written as a stream, read back
     manifest.py      hashes of every tensor and file
-    conversion.py    conversion: files that stand are kept, the directory appears when all do
+    conversion.py    conversion: finished files are kept, the directory appears when all are there
     verify.py        the written directory against its manifest and its source, bit for bit
 
 Processes share no memory and exchange no messages: a plan follows from source and options alone, process r of w writes

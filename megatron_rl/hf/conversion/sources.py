@@ -51,11 +51,11 @@ class Source(Protocol):
         ...
 
     def notes(self) -> list[str]:
-        """What a person should know of it."""
+        """Lines for the user, on what is left out or copied as it is."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """JSON that changes whenever the values may have: what a killed conversion is continued by."""
+        """JSON that changes whenever the values may have; a killed conversion is continued only where it is equal."""
         ...
 
     def dtype(self, tensor: HFTensor) -> torch.dtype:
