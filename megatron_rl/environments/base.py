@@ -1,4 +1,4 @@
-"""Environments as text: an episode is token ids in and out; a task says which episodes there are.
+"""Interfaces: an environment is an episode in token ids; a task says which episodes there are.
 
 Invariant of the text environments of this package: an action that cannot be read leaves the environment as it is, earns
 `invalid_reward`, is flagged, and the turn passes.
@@ -35,7 +35,7 @@ class StepResult:
 
 
 class ToolError(Exception):
-    """Raised by `step` when the action broke a tool beyond repair: the episode ends with the outcome `tool_error`.
+    """Raised by `step` when the action broke a tool for good: the episode ends with the outcome `tool_error`.
 
     Such an episode may be trained on, the policy having caused it. Any other exception is an `environment_error`, which
     may not.
@@ -88,7 +88,7 @@ class GymTextEnvironment(ABC):
     ) -> None:
         self.env, self.vocabulary, self.invalid_reward = env, vocabulary, invalid_reward
         self._actions = {tuple(vocabulary.encode([word, END])): action for word, action in actions.items()}
-        self.stop_tokens = vocabulary.encode([END])
+        self.stop_tokens: Sequence[int] = vocabulary.encode([END])
         self._observation: Any = None
 
     @abstractmethod
@@ -129,7 +129,8 @@ class BlankedEnvironment:
     """
 
     def __init__(self, inner: GymTextEnvironment) -> None:
-        self.inner, self.stop_tokens = inner, inner.stop_tokens
+        self.inner = inner
+        self.stop_tokens: Sequence[int] = inner.stop_tokens
         self._kept = set(inner.vocabulary.encode(STRUCTURE_WORDS))
         (self._blank,) = inner.vocabulary.encode([BLANK])
 
@@ -151,7 +152,7 @@ class BlankedEnvironment:
 
 
 class Task(Protocol):
-    """A task. Specs are pure functions of their arguments, so that ranks agree on them without talking."""
+    """A task. Specs are pure functions of their arguments: ranks agree on them without communication."""
 
     vocabulary: Vocabulary
 
@@ -182,5 +183,5 @@ class EpisodeSpec:
 
     @property
     def stream(self) -> int:
-        """Name of its randomness, for engines that keep it apart from that of other episodes; below 2^64."""
+        """Seed of its own random stream, in [0, 2^64), for engines that sample each episode separately."""
         return xxhash.xxh3_64_intdigest(self.trajectory_id.encode())

@@ -108,9 +108,10 @@ class ChatEnvironment:
         return self._ids(following)
 
     def _render(self, conversation: list[dict[str, str]]) -> str:
-        return self.tokenizer.apply_chat_template(
+        text: Any = self.tokenizer.apply_chat_template(
             conversation, tokenize=False, add_generation_prompt=True, **self._options
         )
+        return text
 
     def _ids(self, text: str) -> list[int]:
         with self._one_at_a_time:

@@ -1,14 +1,14 @@
 """Text to token ids and back, with the tokenizer that lies beside a model's weights.
 
 A closed vocabulary of single characters (`vocabulary.json`, as tiny checkpoints have it) or a `transformers` tokenizer.
-Prompts are encoded once; what was generated is never encoded again, only decoded for whoever grades it.
+Prompts are encoded once; what was generated is never encoded again, only decoded for grading.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
@@ -26,12 +26,16 @@ Prompt = str | Sequence[Mapping[str, str]]
 class Codec(Protocol):
     """What single-turn tasks need of a tokenizer."""
 
-    vocabulary: Vocabulary | TokenizerVocabulary
     stop_tokens: list[int]
     """Any of them ends a response."""
 
+    @property
+    def vocabulary(self) -> Vocabulary | TokenizerVocabulary:
+        """Size and fingerprint of the ids."""
+        ...
+
     def encode(self, prompt: Prompt) -> list[int]:
-        """Ids of a prompt. Raises RolloutError where it cannot be said in this vocabulary."""
+        """Ids of a prompt. Raises RolloutError where the vocabulary lacks a word of it."""
         ...
 
     def answer(self, text: str) -> list[int]:
@@ -95,7 +99,7 @@ class TokenizerCodec:
 
     Args:
         tokenizer: must have an end-of-sequence token.
-        chat_template: say plain prompts as the user's message and open the assistant's turn.
+        chat_template: render plain prompts as the user's message and open the assistant's turn.
         system: the system's message of such a conversation; "" for none.
 
     Raises:
@@ -122,7 +126,7 @@ class TokenizerCodec:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(dict, prompt))
         if self._system:
             messages.insert(0, {"role": "system", "content": self._system})
-        encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        encoded: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
     def answer(self, text: str) -> list[int]:
@@ -131,7 +135,7 @@ class TokenizerCodec:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """See `Codec.decode`."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def load_codec(directory: str | Path, *, chat_template: bool = False, system: str = "") -> Codec:

@@ -1,8 +1,8 @@
-"""What training plays, and from where: rising difficulty, and starts spread over an episode.
+"""Curriculum and staggered starts: levels of rising difficulty, and episodes that start at later states.
 
 Invariants:
 
-* The level follows from results, their order, and nothing else: whoever counts the same ones stands at the same level.
+* The level is a function of the results counted and their order: processes that count the same are at the same level.
 * What is played at a level is a pure function of (iteration, count), as for any task, and is never what the run
   evaluates.
 """
@@ -57,7 +57,7 @@ class Curriculum:
                 self._recent.append(bool(metadata.get("success", False)))
         self.success = sum(self._recent) / len(self._recent) if self._recent else None
         full = len(self._recent) == self._recent.maxlen
-        if full and self.success >= self._promote_at and self.level + 1 < self.levels:
+        if full and self.success is not None and self.success >= self._promote_at and self.level + 1 < self.levels:
             self.level += 1
             self._recent.clear()
 
@@ -66,7 +66,7 @@ class Curriculum:
         return {"level": self.level, "recent": list(self._recent)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Stand where `state` was taken.
+        """Set the state that `state` returned.
 
         Raises:
             ConfigError: there is no such level any more.
@@ -77,7 +77,7 @@ class Curriculum:
 
 
 def require_level(level: int, levels: int) -> None:
-    """Raise ConfigError where a run has been at a level that its configuration has not."""
+    """Raise ConfigError where a run has reached a level that its configuration does not have."""
     if level >= levels:
         raise ConfigError(
             "the run has been at a level of its curriculum that is gone", found=f"level {level}",
@@ -101,7 +101,7 @@ class TrainingTask:
         self.vocabulary, self.evaluation_specs = task.vocabulary, task.evaluation_specs
 
     def make_env(self, spec: EpisodeSpec) -> TextEnvironment:
-        """The task's, which has played the spec's first actions before anything is seen."""
+        """The task's environment; `reset` plays the spec's first actions before it returns an observation."""
         env, options = self._task.make_env(spec), spec.options
         return StaggeredStart(env, options[START_TURN], options[START_SEED]) if START_TURN in options else env
 
@@ -109,7 +109,7 @@ class TrainingTask:
         """See `Task`.
 
         Raises:
-            ConfigError: the task draws next to nothing but what is evaluated.
+            ConfigError: nearly everything the task draws is evaluated.
         """
         specs = self._not_evaluated(iteration, count)
         return [self._staggered(iteration, spec) for spec in specs] if self._turns else specs
@@ -133,7 +133,7 @@ class TrainingTask:
 
 
 class StaggeredStart:
-    """An environment whose episodes start after some random valid actions, so that early states are not all one sees.
+    """An environment whose episodes start after some random valid actions, so that later states are visited too.
 
     If the episode would end meanwhile, it starts just before the action that ended it; if it ends again on the way
     there (the environment is random), from its own start. The turn it did start at is in `info["start_turn"]`.

@@ -52,8 +52,8 @@ class FrozenLakeText(GymTextEnvironment):
         desc: rows of S (start; one is drawn if there are several), F, H and one G (goal), at most 10 x 10.
         vocabulary: `lake_vocabulary()` or one that holds its words.
         slippery: whether the ice deflects moves.
-        view: what is around: `cells` names the four neighbour cells, `moves` lists the moves that neither drown nor
-            bump (and random valid play chooses among those).
+        view: what is around: `cells` names the four neighbour cells, `moves` lists the moves that end neither in a
+            hole nor at a wall (and random valid play chooses among those).
         reward_schedule: rewards of reaching the goal, a hole, and any other cell.
         invalid_reward: see `GymTextEnvironment`.
     """
@@ -72,7 +72,8 @@ class FrozenLakeText(GymTextEnvironment):
             raise ConfigError(
                 "lake too large", field="desc", found=f"{len(desc)} x {len(desc[0])}", expected="<= 10 x 10"
             )
-        env = FrozenLakeEnv(desc=list(desc), is_slippery=slippery, reward_schedule=reward_schedule)
+        rewards: Any = reward_schedule  # annotated as integers there, but only handed through
+        env = FrozenLakeEnv(desc=list(desc), is_slippery=slippery, reward_schedule=rewards)
         super().__init__(env, vocabulary, MOVES, invalid_reward=invalid_reward)
         self.desc = tuple(desc)
         self._goal, self._view = _find(self.desc, "G"), view

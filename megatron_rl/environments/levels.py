@@ -1,4 +1,4 @@
-"""What a configuration trains on: its task, from staggered starts, at one level or at several."""
+"""Builds what a configuration trains on: its task at one or several levels, with staggered starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def training_tasks(config: RunConfig, task: Task) -> tuple[Task, ...]:
             staggered in environments that do not list valid actions.
     """
     rollout = config.rollout
-    tasks, evaluated = (task,), frozenset()
+    tasks: tuple[Task, ...] = (task,)
+    evaluated: frozenset[str] = frozenset()
     if rollout.curriculum.levels:
         tasks = tuple(_level(config, task, number) for number in range(len(rollout.curriculum.levels)))
         evaluated = frozenset(spec.prompt_id for spec in task.evaluation_specs(config.evaluation_episodes))
@@ -36,7 +37,7 @@ def training_tasks(config: RunConfig, task: Task) -> tuple[Task, ...]:
             _require_valid_actions(played)
     elif not evaluated:
         return tasks
-    how = {"evaluated": evaluated, "stagger_turns": rollout.stagger_turns, "seed": config.seed}
+    how: dict[str, Any] = {"evaluated": evaluated, "stagger_turns": rollout.stagger_turns, "seed": config.seed}
     trained = tuple(TrainingTask(played, **how) for played in tasks)
     for number, level in enumerate(trained if evaluated else ()):
         _require_episodes(level, number)
@@ -44,7 +45,7 @@ def training_tasks(config: RunConfig, task: Task) -> tuple[Task, ...]:
 
 
 def make_curriculum(config: RunConfig) -> Curriculum | None:
-    """At its first level; None where the configuration has none."""
+    """A curriculum at its first level; None where the configuration has no levels."""
     chosen = config.rollout.curriculum
     if not chosen.levels:
         return None
@@ -57,14 +58,15 @@ def curriculum_metrics(level: int, success: float | None) -> dict[str, float]:
 
 
 def count_recorded(curriculum: Curriculum, stream: Path) -> dict[int, int]:
-    """Let a new curriculum count all that lies recorded in a stream, in the order it was recorded in. A row whose
-    metadata cannot be read is not counted: the trainer refuses it by `rollout.on_bad_record`.
+    """Let a new curriculum count everything recorded in a stream, in the order it was recorded in.
+
+    A row whose metadata cannot be read is not counted: the trainer refuses it by `rollout.on_bad_record`.
 
     Returns:
         Block → level of its recorded episodes.
 
     Raises:
-        ConfigError: they were played at a level that is gone.
+        ConfigError: they were played at a level that the configuration no longer has.
         RolloutError: a shard is torn.
     """
     blocks: dict[int, int] = {}
@@ -84,7 +86,7 @@ def count_recorded(curriculum: Curriculum, stream: Path) -> dict[int, int]:
 
 def _readable(metadata: str | None) -> dict[str, Any] | None:
     with suppress(ValueError, TypeError):
-        found = json.loads(metadata)
+        found = json.loads(metadata or "")
         return found if isinstance(found, dict) else None
     return None
 

@@ -32,7 +32,7 @@ class Row(NamedTuple):
     """0-based, within the file."""
     fields: dict[str, Any]
 
-    def fault(self, what: str, field: str, found: Any, expected: Any) -> ConfigError:
+    def fault(self, what: str, field: str | None, found: Any, expected: Any) -> ConfigError:
         """The error of a bad field of this row."""
         return ConfigError(
             what, file=self.file, row=self.number, field=field, found=found, expected=expected, setting=SETTING

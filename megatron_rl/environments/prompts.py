@@ -108,7 +108,7 @@ class PromptEnvironment:
 
 def _checked(row: Row, grade: float | Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
     """Reward and info of a grade."""
-    parts = dict(grade) if isinstance(grade, Mapping) else {"reward": grade}
+    parts: dict[str, Any] = dict(grade) if isinstance(grade, Mapping) else {"reward": grade}
     unknown = sorted(set(parts) - {"reward", "reward_vector", "success"})
     numbers = [parts.get("reward"), *(parts.get("reward_vector") or ())]
     if unknown or not all(isinstance(n, (int, float, np.number)) and math.isfinite(n) for n in numbers):
@@ -128,9 +128,9 @@ class PromptsTask:
     Args:
         path: the dataset, see `prompt_rows`.
         tokenizer: model directory, or any with a tokenizer or a `vocabulary.json`.
-        reward: `package.module:name` of a `Reward`.
+        reward: a `Reward`, as `package.module:name`.
         prompt_field: a row's text or conversation.
-        id_field: a row's own name, distinct; None: its number and content name it.
+        id_field: the field with a row's unique name; None: named by its number and content.
         evaluation_path: a dataset to evaluate on; None: `held_out` prompts are set aside.
         held_out: how many distinct prompts that are.
         responses_per_prompt: episodes of one prompt in an iteration: a group.
@@ -164,7 +164,6 @@ class PromptsTask:
         self._limit = math.inf if max_prompt_tokens is None else max_prompt_tokens
         self._fields = (prompt_field, id_field)
         rows = list(self._read(path))
-        self._train, self._evaluation = rows, []
         if evaluation_path is None:
             self._train, self._evaluation = _split(rows, held_out, seed)
         else:

@@ -10,7 +10,7 @@ Invariants:
 
 * Both distances are counted from the agent; an `open` move changes something and leaves the room solvable.
 * A room drawn by `random_room` can be solved, in a number of moves (steps and pushes) that search has found least.
-* A push after which no moves can solve the room ends the episode, with the reward `stuck`.
+* A push after which no moves can solve the room ends the episode, with the reward `stuck_reward`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What is played: a task names a vocabulary, builds environments, and draws episodes for training and for
-evaluation."""
+"""Tasks by name. A task has a vocabulary, builds environments, and draws episodes for training and evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Overlapping the reading of a model with its use."""
+"""Prefetching in a second thread: the next item is made while the present one is used."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,18 +12,24 @@ from torch import Tensor
 from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.config import HFModelConfig
 from megatron_rl.hf.importer import read_tensor, stored_as
-from megatron_rl.hf.inventory import HFTensor, hf_tensors, is_stored, model_parameters, rule_for
-from megatron_rl.hf.mtp import dropped_note, mtp_names
-from megatron_rl.hf.reader import SafetensorsReader
-from megatron_rl.hf.scan import count_non_finite, extremes
+from megatron_rl.hf.inventory import (
+    HFTensor,
+    dropped_note,
+    expected_names,
+    hf_tensors,
+    is_stored,
+    model_parameters,
+    mtp_names,
+    rule_for,
+)
+from megatron_rl.hf.reader import SafetensorsReader, count_non_finite, extremes
 from megatron_rl.hf.value_head import is_zero_head_bias
 
-Kind = Literal["missing", "unexpected", "duplicate", "shape", "non_finite", "constant", "tied", "experts", "setting"]
+Kind = Literal["missing", "unexpected", "duplicate", "shape", "non_finite", "constant", "tied", "experts"]
 """* `missing`, `unexpected`, `duplicate`: names against the model's; `shape`: against the model's sizes.
 * `non_finite`: NaN or infinity. `constant`: all entries equal, which neither training nor initialisation leaves.
 * `tied`: the configuration ties embeddings, yet an output layer with other values is present.
-* `experts`: a layer holds fewer whole experts than the model has.
-* `setting`: two configurations that should describe one model differ."""
+* `experts`: a layer holds fewer whole experts than the model has."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +75,13 @@ class Audit:
     """Counts tensors as they stream by, under the names exports write."""
 
     def __init__(self, config: HFModelConfig) -> None:
-        self._expected: dict[str, tuple[int, ...]] = {}
-        self._may_be_constant: set[str] = set()
-        for rule, layer, expert in model_parameters(config):
-            if is_stored(config, rule):
-                for tensor in hf_tensors(config, rule, layer, expert):
-                    name, shape = tensor.written_as
-                    self._expected[name] = shape
-                    if rule.may_be_constant:
-                        self._may_be_constant.add(name)
+        self._expected = expected_names(config)
+        self._may_be_constant = {
+            tensor.written_as[0]
+            for rule, layer, expert in model_parameters(config)
+            if rule.may_be_constant and is_stored(config, rule)
+            for tensor in hf_tensors(config, rule, layer, expert)
+        }
         self._tied = set(tied_names(config))
         self._seen: set[str] = set()
         self._problems: list[Problem] = []
@@ -133,7 +137,7 @@ def tied_names(config: HFModelConfig) -> dict[str, str]:
     return {
         source.name: twin.name
         for rule, _, _ in model_parameters(config)
-        if not is_stored(config, rule)
+        if rule.tied_to and not is_stored(config, rule)
         for source, twin in zip(rule.sources, rule_for(config, rule.tied_to).sources, strict=True)
     }
 
@@ -150,7 +154,7 @@ def audit_checkpoint(reader: SafetensorsReader, config: HFModelConfig, *, values
     headers = reader.headers()
     used: set[str] = set(mtp_names(config, headers))
     problems: list[Problem] = []
-    broken: set[tuple[int, int]] = set()
+    broken: set[tuple[int | None, int | None]] = set()
     for rule, layer, expert in model_parameters(config):
         if not is_stored(config, rule):
             continue
@@ -169,34 +173,13 @@ def audit_checkpoint(reader: SafetensorsReader, config: HFModelConfig, *, values
     return AuditReport(tuple(dict.fromkeys(problems)), len(headers), tuple(dropped_note(config, headers)))
 
 
-def _expert_problems(config: HFModelConfig, broken: set[tuple[int, int]]) -> list[Problem]:
+def _expert_problems(config: HFModelConfig, broken: set[tuple[int | None, int | None]]) -> list[Problem]:
     """Layers with fewer whole experts than the model has; `broken` are the (layer, expert) that lack a tensor."""
-    lost = Counter(layer for layer, _ in broken)
+    lost = Counter(layer for layer, _ in broken if layer is not None)
     return [
         Problem("experts", f"model.layers.{layer}", config.num_experts - count, f"{config.num_experts} whole experts")
         for layer, count in sorted(lost.items())
     ]
-
-
-def settings_problems(found: HFModelConfig, expected: HFModelConfig) -> list[Problem]:
-    """Settings in which two configurations of what should be one model differ: rotary base, router, tied flag, sizes.
-
-    The head, what happens to multi-token-prediction layers and a router loss's coefficient are not the model's.
-    """
-    ignored = ("head", "mtp_layers", "keep_mtp", "router_aux_loss_coef")
-    mine, theirs = _flat(asdict(found)), _flat(asdict(expected))
-    return [
-        Problem("setting", f"config.json {name}", mine.get(name), theirs.get(name))
-        for name in {**theirs, **mine}
-        if name not in ignored and mine.get(name) != theirs.get(name)
-    ]
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
 
 
 def _stored_value_problems(reader: SafetensorsReader, tensor: HFTensor, may_be_constant: bool) -> list[Problem]:
@@ -207,8 +190,10 @@ def _stored_value_problems(reader: SafetensorsReader, tensor: HFTensor, may_be_c
 def _surplus_problems(
     reader: SafetensorsReader, config: HFModelConfig, headers: dict[str, tuple[str, ...]], used: set[str], values: bool
 ) -> list[Problem]:
-    """Names held twice, and names nobody asked for. A stored copy of a tied embedding is accepted when it is equal, a
-    bias of the value head when it is zero."""
+    """Names held twice, and names the model does not have.
+
+    A stored copy of a tied embedding is accepted where it is equal, a bias of the value head where it is zero.
+    """
     problems = [
         Problem("duplicate", name, ", ".join(files), "one file") for name, files in headers.items() if len(files) > 1
     ]

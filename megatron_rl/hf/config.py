@@ -89,10 +89,9 @@ class HFModelConfig:
             "shared_ffn": self.shared_ffn_size,
             "experts": self.num_experts,
             "one": 1,
-        } | (self._latent_sizes() if self.latent else {})
+        } | (self._latent_sizes(self.latent) if self.latent else {})
 
-    def _latent_sizes(self) -> dict[str, int]:
-        latent = self.latent
+    def _latent_sizes(self, latent: Latent) -> dict[str, int]:
         return {
             "q_rank": latent.q_rank or 0,
             "kv_rank": latent.kv_rank,
@@ -127,7 +126,7 @@ class HFModelConfig:
         return self.router.expert_bias
 
     def as_critic(self) -> HFModelConfig:
-        """The same backbone with a value head in place of the vocabulary head, and nothing that predicts tokens."""
+        """The same backbone with a value head in place of the vocabulary head, no prediction layers."""
         return replace(self, head="value", keep_mtp=False)
 
 
@@ -136,12 +135,12 @@ def read_hf_config(path: str | Path, *, mtp: Literal["drop", "keep"] = "drop") -
 
     Args:
         path: checkpoint directory, or config.json.
-        mtp: what exports do with multi-token-prediction layers (see `hf.mtp`).
+        mtp: what exports do with multi-token-prediction layers (see `hf.inventory`).
 
     Raises:
         CheckpointError: a setting is missing, of the wrong type, contradictory, or one the conversion does not support.
             `field` names the setting.
-        ConfigError: the family is known, and it is known what Megatron-Core lacks for it.
+        ConfigError: a family that Megatron-Core cannot train; the message says what it lacks.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file

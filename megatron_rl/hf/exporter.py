@@ -1,4 +1,4 @@
-"""Megatron parameters → HF tensors. Collectives are the caller's: this takes shards that were gathered already."""
+"""Megatron parameters → HF tensors. No collectives: the caller gathers the shards."""
 
 from __future__ import annotations
 
@@ -85,12 +85,13 @@ class ExpertStacks:
             yield from pairs
             return
         tensors = hf_tensors(self._config, rule, layer, expert)
-        for tensor, (_, piece) in zip(tensors, pairs, strict=True):
-            name, shape = tensor.written_as
+        stacks = [tensor.stacked for tensor in tensors if tensor.stacked is not None]
+        for stack, (_, piece) in zip(stacks, pairs, strict=True):
+            name = stack.name
             if name not in self._open:
-                self._open[name] = piece.new_empty(shape)
-            tensor.stacked.put(self._open[name], piece)
+                self._open[name] = piece.new_empty(stack.shape)
+            stack.put(self._open[name], piece)
             self._parts[name] += 1
-            if self._parts[name] == self._config.num_experts * tensor.stacked.layout.parts:
+            if self._parts[name] == self._config.num_experts * stack.layout.parts:
                 del self._parts[name]
                 yield name, self._open.pop(name)

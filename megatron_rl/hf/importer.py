@@ -55,7 +55,7 @@ def load_shard(reader: SafetensorsReader, config: HFModelConfig, param: ParamRef
             shape does not follow from the parallel layout.
     """
     rule = rule_for(config, param.canonical)
-    if not is_stored(config, rule):
+    if rule.tied_to and not is_stored(config, rule):
         rule = rule_for(config, rule.tied_to)
     if rule.split == "vocab":
         _check_padding(config, param)
@@ -99,7 +99,7 @@ def read_tensor(
             found=found,
             expected=expected,
         )
-    if name == tensor.name:
+    if name == tensor.name or tensor.stacked is None:
         return reader.read(name, slices, check_finite=check_finite)
     return tensor.stacked.take(reader.read(name, tensor.stacked.where(slices), check_finite=check_finite))
 

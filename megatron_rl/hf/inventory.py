@@ -1,8 +1,14 @@
-"""Which parameters a model has, and which HF tensors each one is: the table applied to a configuration."""
+"""Which parameters a model has, and which HF tensors each one is: the table applied to a configuration.
+
+Multi-token-prediction layers are decoder layers beyond the model's own. Training neither builds nor changes them: an
+import drops them with a note in the audit; an export leaves them out and sets their number to 0, or, where the
+configuration keeps them (`read_hf_config(..., mtp="keep")`), copies them from the source checkpoint as they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,6 +17,10 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.config import HFModelConfig
 from megatron_rl.hf.families import TABLES
 from megatron_rl.hf.table import ParamRule, Source, Stacked
+
+MTP_SETTING = "num_nextn_predict_layers"
+"""How many multi-token-prediction layers a checkpoint holds, in config.json."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -114,14 +124,27 @@ def is_stored(config: HFModelConfig, rule: ParamRule) -> bool:
 
 
 def expected_names(config: HFModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor of a complete checkpoint as exports write it: per-expert names where the family has
-    them."""
+    """Name → shape of every tensor of a complete checkpoint, under the names exports write (`HFTensor.written_as`)."""
     return {
         name: shape
         for rule, layer, expert in model_parameters(config)
         if is_stored(config, rule)
         for name, shape in (tensor.written_as for tensor in hf_tensors(config, rule, layer, expert))
     }
+
+
+def mtp_names(config: HFModelConfig, names: Iterable[str]) -> list[str]:
+    """Those of a checkpoint's tensor names that belong to its multi-token-prediction layers, sorted."""
+    layers = range(config.num_layers, config.num_layers + config.mtp_layers)
+    return sorted(name for name in names if (match := _LAYER.match(name)) and int(match[1]) in layers)
+
+
+def dropped_note(config: HFModelConfig, names: Iterable[str]) -> list[str]:
+    """One line on the multi-token-prediction layers that are not imported, or none."""
+    found = mtp_names(config, names)
+    layers = f"{config.mtp_layers} multi-token-prediction layer(s) from model.layers.{config.num_layers} on"
+    fate = "copied to exports as they are" if config.keep_mtp else "dropped: exports leave them out"
+    return [f"{len(found)} tensors of {layers} are not trained, and {fate}"] if found else []
 
 
 def _exists(config: HFModelConfig, rule: ParamRule) -> bool:

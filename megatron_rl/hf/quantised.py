@@ -2,7 +2,7 @@
 
 A weight W float8_e4m3fn [..., R, C] comes with scales S [..., ⌈R/b⌉, ⌈C/c⌉] under the weight's name + `_scale_inv`;
 config.json gives the block b x c. The value of an entry is float32(W[i, j]) · S[i // b, j // c], rounded to float32
-(DeepSeek-V3's `inference/kernel.py`). Values are handed out in float32, so that what casts them rounds once more only.
+(DeepSeek-V3's `inference/kernel.py`). Values are returned in float32: a cast is the only other rounding.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read_scheme(settings: dict[str, Any], file: Path) -> FP8Blocks | None:
     if found is None:
         return None
     settings = found if isinstance(found, dict) else {}
-    block = settings.get("weight_block_size")
+    block: Any = settings.get("weight_block_size")
     by_block = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     if settings.get("quant_method") != "fp8" or settings.get("fmt", "e4m3") != "e4m3" or not by_block:
         raise CheckpointError(

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.json_files import read_json
-from megatron_rl.hf.scan import all_finite, count_non_finite
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -72,7 +71,7 @@ class SafetensorsReader:
         return self.path / self._where[name]
 
     def headers(self) -> dict[str, tuple[str, ...]]:
-        """Name → files whose header holds it, over all files of the index: the truth an index may contradict."""
+        """Name → files whose header holds it, over all files of the index. The index itself may say otherwise."""
         holders: dict[str, tuple[str, ...]] = {}
         for file in sorted(set(self._where.values())):
             names = self._handle(file, None).keys()
@@ -154,3 +153,26 @@ class SafetensorsReader:
                     expected="a complete file",
                 ) from error
         return self._open_files[file]
+
+
+def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest entry, each NaN where any entry is NaN; zeros of a tensor without entries.
+
+    One pass without temporaries: conversion reads every byte of a model through it.
+    """
+    if not tensor.numel():
+        nothing = tensor.new_zeros(())
+        return nothing, nothing
+    low, high = tensor.aminmax()
+    return low, high
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no entry is NaN or infinite. An infinity or a NaN anywhere shows in one of the extremes."""
+    low, high = extremes(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def count_non_finite(tensor: Tensor) -> int:
+    """How many entries are NaN or infinite. Slow: for the message of an error."""
+    return int((~torch.isfinite(tensor)).sum())

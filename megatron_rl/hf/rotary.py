@@ -1,4 +1,4 @@
-"""Rotary embedding settings, wherever a version of transformers put them."""
+"""Rotary embedding settings, from either place where versions of transformers write them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def read_rotary(raw: Settings, *kinds: str, partial: bool = False) -> dict[str, 
     if len(found) != 1:
         raise raw.fault("rope_theta", sorted(found) or None, "one value, at the top level or in rope_parameters")
     theta = Settings({"rope_theta": found.pop()}, raw.file).positive("rope_theta")
-    fractions = {float(part) for part in _everywhere(raw, "partial_rotary_factor")} or ({None} if partial else {1.0})
-    fraction = fractions.pop()
+    fractions = {float(part) for part in _everywhere(raw, "partial_rotary_factor")}
+    fraction = fractions.pop() if fractions else None if partial else 1.0
     if fractions or fraction is None or not (0 < fraction <= 1 if partial else fraction == 1):
-        shown = fraction if not fractions else sorted({fraction, *fractions})
+        shown = fraction if fraction is None or not fractions else sorted({fraction, *fractions})
         expected = "one share of a head between 0 and 1" if partial else "1.0"
         raise raw.fault("partial_rotary_factor", shown, expected, "unsupported model setting")
     return {"rope_theta": theta, "rotary": _scaling(raw, kinds, fraction)}

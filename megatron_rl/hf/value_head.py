@@ -1,4 +1,4 @@
-"""The bias that transformers gives a token classifier's head, and a critic's head has not: value = ⟨w, hidden⟩."""
+"""The bias of a token classifier's head in transformers; a critic's head has none: value = ⟨w, hidden⟩."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from megatron_rl.files import make_durable
 from megatron_rl.hf.audit import Audit, Problem
 from megatron_rl.hf.config import HFModelConfig
 from megatron_rl.hf.families import ARCHITECTURES
+from megatron_rl.hf.inventory import MTP_SETTING, mtp_names
 from megatron_rl.hf.json_files import read_json, write_json
-from megatron_rl.hf.mtp import SETTING, mtp_names
 from megatron_rl.hf.quantised import open_checkpoint
 from megatron_rl.hf.reader import INDEX_FILE, SINGLE_FILE
 from megatron_rl.hf.shard_file import Piece, ShardFile, header_room, tensor_bytes
@@ -192,8 +192,8 @@ def export_settings(source: Path, config: HFModelConfig, dtype: torch.dtype) -> 
         # Without the bias switch transformers adds a score.bias that no file holds.
         values |= {"num_labels": 1, "id2label": {"0": "value"}, "label2id": {"value": 0}}
         values |= {"token_classification_bias": False, "classifier_dropout": 0.0}
-    if SETTING in values and not config.keep_mtp:
-        values[SETTING] = 0
+    if MTP_SETTING in values and not config.keep_mtp:
+        values[MTP_SETTING] = 0
     values["torch_dtype" if "torch_dtype" in values else "dtype"] = str(dtype).removeprefix("torch.")
     return values
 

@@ -229,7 +229,7 @@ def _check_route_ids(exam: Examination, row: int, routes: np.ndarray) -> None:
             if len(tokens):
                 number = (exam.limits.route_layers.start or 0) + offset
                 found = f"{layer[tokens[0]].tolist()} at token {tokens[0]} of MoE layer {number}"
-                exam.add([row], what, "routes", lambda _, found=found: found, expected, kind=RouteError)
+                exam.add([row], what, "routes", {row: found}.__getitem__, expected, kind=RouteError)
                 return
 
 

@@ -138,11 +138,11 @@ def structural_faults(
     for row, name in _null_rows(records):
         fault(row, "null where a value is required", name, "null", SCHEMA.field(name).type)
     lengths = list_lengths(records.column("tokens"))
-    for row in np.flatnonzero(lengths == 0):
+    for row in np.flatnonzero(lengths == 0).tolist():
         fault(row, "trajectory has no tokens", "tokens", 0, "at least one token")
     for name in TOKEN_COLUMNS:
         found = list_lengths(records.column(name))
-        for row in np.flatnonzero(found != lengths):
+        for row in np.flatnonzero(found != lengths).tolist():
             fault(row, "column length differs from tokens", name, int(found[row]), int(lengths[row]))
     for row, text in enumerate(records.column("metadata").to_pylist()):
         if text is not None and not _is_json_object(text):

@@ -12,7 +12,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import xxhash
@@ -129,7 +129,7 @@ def _read_json(path: Path) -> dict:
     return content
 
 
-def _info(content: object, path: Path) -> ShardInfo:
+def _info(content: Any, path: Path) -> ShardInfo:
     try:
         return ShardInfo(**content)
     except TypeError as error:

@@ -1,11 +1,11 @@
-"""The recorded rollout: what really happened, token by token.
+"""The recorded rollout, token by token.
 
 Axis letters: B trajectories, T raw tokens of the whole batch, N raw tokens of one trajectory, K turns, D decisions,
 L MoE layers, E experts, k top-k. Flat arrays are concatenated over trajectories and cut by `[B+1]` offsets.
 
 Invariants (checked by `rollouts.validate`, relied upon everywhere after it):
 
-* `action_mask[0] = 0`: the first token has no logits before it, so nobody sampled it.
+* `action_mask[0] = 0`: the first token has no logits before it, so it was not sampled.
 * `turn_id` is 0, 1, … in order of appearance where `action_mask` is 1, and -1 where it is 0. It decides what a turn is.
 * `logprobs` and `version` are meaningful only where `action_mask` is 1.
 * Never both `terminated` and `truncated`. `boundary_tokens is None` means unknown; an empty array: nothing new seen.
@@ -43,23 +43,28 @@ class ModelShape(Protocol):
 
     @property
     def model_type(self) -> str:
-        """HF's name of the architecture."""
+        """HF name of the architecture."""
+        ...
 
     @property
     def vocab_size(self) -> int:
-        """V, unpadded."""
+        """Unpadded V."""
+        ...
 
     @property
     def num_experts(self) -> int:
         """E."""
+        ...
 
     @property
     def topk(self) -> int:
         """k."""
+        ...
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """0-based decoder layers with experts, ascending."""
+        """0-based decoder layers, ascending."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class ModelFingerprint:
 
 @dataclass(frozen=True)
 class SamplingTruth:
-    """From which distribution tokens were drawn and log-probs recorded."""
+    """The distribution that tokens were drawn from and that log-probs are of."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -99,7 +104,14 @@ class SamplingTruth:
 
 @dataclass(frozen=True)
 class RolloutHeader:
-    """What all trajectories of a shard share. Stored in the Arrow schema's metadata."""
+    """What all trajectories of a shard share. Stored in the Arrow schema's metadata.
+
+    Example:
+        >>> model = ModelFingerprint("qwen3_moe", 151936, num_experts=128, topk=8, moe_layers=(0, 1), tokenizer_hash="")
+        >>> header = RolloutHeader(model, SamplingTruth(temperature=0.7), engine="vllm/0.11.0")
+        >>> header.fingerprint.topk, header.sampling.logprobs, header.format_version
+        (8, 'processed', 1)
+    """
 
     fingerprint: ModelFingerprint
     sampling: SamplingTruth
@@ -110,7 +122,24 @@ class RolloutHeader:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One recorded episode. Written by `engines`, read back by `store`."""
+    """One recorded episode. Written by `episodes`, read back by `store`.
+
+    Example:
+        A prompt of two tokens and one turn of two, rewarded at the end:
+
+        >>> trajectory = Trajectory(
+        ...     trajectory_id="train-0", prompt_id="p0", group_id="p0",
+        ...     tokens=np.array([5, 7, 9, 2], np.int32),
+        ...     action_mask=np.array([False, False, True, True]),
+        ...     turn_id=np.array([-1, -1, 0, 0], np.int16),
+        ...     logprobs=np.array([0.0, 0.0, -0.5, -0.1], np.float32),
+        ...     version=np.zeros(4, np.int32),
+        ...     turn_rewards=np.zeros(1, np.float32),
+        ...     reward=1.0, outcome="completed", terminated=True, truncated=False,
+        ... )
+        >>> trajectory.tokens[trajectory.action_mask].tolist()
+        [9, 2]
+    """
 
     trajectory_id: str
     prompt_id: str
@@ -124,7 +153,7 @@ class Trajectory:
     turn_id: np.ndarray
     """int16 [N]: turn of each sampled token, -1 elsewhere."""
     logprobs: np.ndarray
-    """float32 [N], nats: log-prob of the behaviour policy that really sampled the token; 0 elsewhere."""
+    """float32 [N], nats: log-prob of the token under the behaviour policy that sampled it; 0 elsewhere."""
     version: np.ndarray
     """int32 [N]: weight version that sampled the token; ignored elsewhere."""
     turn_rewards: np.ndarray
@@ -140,7 +169,7 @@ class Trajectory:
     boundary_tokens: np.ndarray | None = None
     """int32 [n]: what became visible after the last decision; empty: nothing; None: unknown."""
     reward_vector: np.ndarray | None = None
-    """float32 [R]: reward components, free of meaning here."""
+    """float32 [R]: reward components, recorded but not used here."""
     routes: np.ndarray | None = None
     """uint8 or uint16 [L, N-1, k]: expert ids; the dtype's largest value marks a missing row; None: not recorded."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -149,9 +178,20 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Recorded trajectories as flat columns: written by `store.read_batch`, read by `training.score` and `batching`.
+    """Recorded trajectories as flat columns: made by `store.read_batch`, read by `training.score` and `batching`.
 
     Columns are views of memory-mapped Arrow buffers where one shard allows it. Nothing here is ever written to.
+
+    Example:
+        With the header and the trajectory of the examples above, written twice:
+
+        >>> from megatron_rl.rollouts.store import read_batch, write_shard
+        >>> _ = write_shard(directory, header, [trajectory, trajectory], name="rank-00000")
+        >>> batch = read_batch(directory)
+        >>> len(batch), batch.lengths.tolist(), batch.offsets.tolist()
+        (2, [4, 4], [0, 4, 8])
+        >>> batch.tokens[batch.offsets[1] : batch.offsets[2]].tolist()
+        [5, 7, 9, 2]
     """
 
     header: RolloutHeader

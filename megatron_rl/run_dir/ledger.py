@@ -1,11 +1,11 @@
-"""Which recorded trajectories every iteration was trained on: what makes data exactly-once.
+"""Which recorded trajectories each iteration was trained on, so that every trajectory is trained on exactly once.
 
 `consumed.jsonl` in the run directory has a line an iteration, written before its first optimizer step:
 
     {"iteration": 3, "version": 3, "shards": [["rollouts/iteration-000003/rank-00000.arrow", [0, 1, 2]], …]}
 
-The checkpoint remembers how many lines it stands behind and a chained checksum of them. After a crash the lines beyond
-are what the lost iterations were trained on: the resumed run reads the same trajectories for them, so none is skipped
+The checkpoint holds the number of lines up to it and a chained checksum of them. After a crash the lines beyond are
+what the lost iterations were trained on: the resumed run reads the same trajectories for them, so none is skipped
 and none is given to another iteration as well. A run can also be replayed from the file alone.
 """
 
@@ -97,7 +97,7 @@ class Ledger:
         return {"entries": len(self._lines), "checksum": self._checksum}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Stand where the checkpoint stood; later lines of the file become plans.
+        """Set the state of the checkpoint; later lines of the file become plans.
 
         Raises:
             CheckpointError: the file is not the one the checkpoint was written beside.

@@ -117,7 +117,7 @@ class RunSource:
             )
 
     def release(self) -> None:
-        """Let go of the files of the checkpoint the run started from."""
+        """Unmap the files of the checkpoint the run started from."""
         if self._buffers is not None:
             self._buffers.release()
 

@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from megatron_rl.errors import CheckpointError
-from megatron_rl.hf.audit import audit_checkpoint, settings_problems
+from megatron_rl.hf.audit import audit_checkpoint
 from megatron_rl.hf.config import read_hf_config
 from megatron_rl.hf.conversion.conversion import convert
 from megatron_rl.hf.conversion.output_files import make_plan
@@ -132,13 +132,12 @@ def test_what_no_audit_can_see_the_outputs_show(ranks: RankPool, square: Path, t
         compare_logits(wrong, square, tokens).raise_above(25 * live.READINGS)
 
 
-def test_a_wrong_rotary_base_is_named_and_shows(ranks: RankPool, square: Path, tmp_path: Path) -> None:
+def test_a_wrong_rotary_base_shows(ranks: RankPool, square: Path, tmp_path: Path) -> None:
     path = damaged(square, tmp_path / "damaged")
     settings = json.loads((path / "config.json").read_text())
     settings["rope_parameters"]["rope_theta"] = 2e4
     (path / "config.json").write_text(json.dumps(settings))
-    (problem,) = settings_problems(read_hf_config(path), read_hf_config(square))
-    assert (problem.kind, problem.tensor, problem.found) == ("setting", "config.json rope_theta", 2e4)
+    assert read_hf_config(path).rope_theta == 2e4 != read_hf_config(square).rope_theta
     wrong = ranks.run(live.through_megatron, 1, path, tmp_path / "out", {}, "policy", False)[0].readings
     report = compare_logits(wrong, square, live.tokens(62))
     # Positions from 1 on turn otherwise; the first token sees only itself.

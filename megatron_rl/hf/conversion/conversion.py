@@ -1,4 +1,4 @@
-"""A conversion: files that stand are kept, the rest is written, the directory appears when all are there.
+"""A conversion: finished files are kept, the rest is written, the directory appears when all are there.
 
     .TARGET.<fingerprint>.partial/model-….safetensors        finished, durable
                                   model-….safetensors.tmp    being written; what a killed process leaves
@@ -30,7 +30,7 @@ from megatron_rl.hf.reader import INDEX_FILE
 from megatron_rl.hf.writer import check_target, export_settings, replace_directory, side_files
 
 Report = Callable[[int, int], None]
-"""(bytes that stand, bytes in all) of the whole conversion; called at most a few times a second."""
+"""(bytes on disk, bytes in all) of the whole conversion; called at most a few times a second."""
 _POLL = 0.25
 
 
@@ -45,8 +45,8 @@ class Share:
     def from_environment(cls, variables: Mapping[str, str] | None = None) -> Share:
         """This process's number among those torchrun, mpirun or srun started; of one process, everything.
 
-        No address is needed, so none is asked for. mpirun comes before srun, whose variables mpirun's ranks inherit
-        from its daemons. A batch script has SLURM's task count without being a task: only a step's counts.
+        mpirun comes before srun, whose variables mpirun's ranks inherit from its daemons. A batch script has SLURM's
+        task count without being a task: only the variables of a step count.
 
         Raises:
             LaunchError: a launcher gave a number without a count, or the other way round.
@@ -87,7 +87,7 @@ class Outcome:
     replaced: list[str] = field(default_factory=list)
     """Files of an earlier attempt that were damaged; also in `written`."""
     complete_before: bool = False
-    """The target stood already, made from the same source with the same options."""
+    """The target existed already, made from the same source with the same options."""
     seconds: float = 0.0
 
 
@@ -210,7 +210,7 @@ def _record(path: Path) -> dict[str, str] | None:
 
 
 def _await_all(work: Path, plan: Plan, progress: _Progress, patience: float) -> dict[str, str]:
-    """Name → hash of all tensors, once every file stands."""
+    """Name → hash of all tensors, once every file is finished."""
     hashes: dict[str, str] = {}
     seen, since = -1, time.monotonic()
     for file in plan.files:

@@ -1,4 +1,4 @@
-"""What goes where, before anything is read: files of bounded size, each with its safetensors header."""
+"""The plan of a conversion, made before anything is read: files of bounded size, each with its header."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One safetensors file, known to the byte but for its values."""
+    """One safetensors file: everything but the values of its tensors is known."""
 
     name: str
     parameters: tuple[Parameter, ...]

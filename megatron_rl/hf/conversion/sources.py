@@ -14,9 +14,8 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.hf.audit import audit_checkpoint
 from megatron_rl.hf.config import HFModelConfig, read_hf_config
 from megatron_rl.hf.importer import needs_initialisation, read_tensor, stored_as
-from megatron_rl.hf.inventory import HFTensor, hf_tensors, is_stored, model_parameters
+from megatron_rl.hf.inventory import HFTensor, dropped_note, hf_tensors, is_stored, model_parameters, mtp_names
 from megatron_rl.hf.json_files import read_json
-from megatron_rl.hf.mtp import dropped_note, mtp_names
 from megatron_rl.hf.quantised import FP8Reader, open_checkpoint
 from megatron_rl.hf.table import KEPT_DTYPE, ParamRule
 
@@ -52,11 +51,11 @@ class Source(Protocol):
         ...
 
     def notes(self) -> list[str]:
-        """What a person should know of it."""
+        """Lines for the user, on what is left out or copied as it is."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """JSON that changes whenever the values may have: what a killed conversion is continued by."""
+        """JSON that changes whenever the values may have; a killed conversion is continued only where it is equal."""
         ...
 
     def dtype(self, tensor: HFTensor) -> torch.dtype:
@@ -118,13 +117,14 @@ class HFSource:
         self._stored = read_hf_config(path, mtp="keep" if keep_mtp else "drop")
         self._reader = open_checkpoint(path)
         audit_checkpoint(self._reader, self._stored, values=False).raise_for_problems(self.directory)
-        self._seed, self._head, self._head_from = seed, value_head, None
+        self._seed, self._head = seed, value_head
+        self._head_from: HFSource | None = None
         self.config = self._stored if value_head is None else self._stored.as_critic()
         quantised = isinstance(self._reader, FP8Reader)
         self.stored_dtype = own_dtype(self.directory, "bfloat16") if quantised else None
         if value_head not in (None, "zero", "random"):
             self._head_from = HFSource(value_head)
-            self._check_head()
+            self._check_head(self._head_from)
 
     def parameters(self) -> list[Parameter]:
         """See `Source.parameters`."""
@@ -178,12 +178,12 @@ class HFSource:
         generator = torch.Generator().manual_seed(self._seed)
         return torch.randn(tensor.shape, generator=generator) / tensor.shape[1] ** 0.5
 
-    def _check_head(self) -> None:
-        found = self._head_from.config
+    def _check_head(self, source: HFSource) -> None:
+        found = source.config
         if found.head != "value" or found.hidden_size != self.config.hidden_size:
             raise CheckpointError(
                 "no value head for this model",
-                file=self._head_from.directory,
+                file=source.directory,
                 found=f"{found.head} head, hidden size {found.hidden_size}",
                 expected=f"value head, hidden size {self.config.hidden_size}",
                 setting="--value-head",

@@ -1,1 +1,1 @@
-"""Rollouts of other stacks: their dumps in, ours out."""
+"""Import of rollouts that other stacks dumped, and export into their formats."""

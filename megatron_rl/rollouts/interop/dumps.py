@@ -4,7 +4,7 @@ Formats, all JSON lines (blank lines are skipped):
 
 * ``slime``: a line is `Sample.to_dict()`, or an object whose `samples` lists several. Files ending in ``.pt`` are what
   slime writes itself (`--save-debug-rollout-data`); nothing but tensors, arrays and plain values is unpickled.
-* ``vllm``: a line is a response with `return_token_ids`, see `_peer_vllm` for what may be added to it.
+* ``vllm``: a line is a response with `return_token_ids`, see `interop.vllm` for what may be added to it.
 
 `import_dumps(export_dump(x)) == x` for every record in which log-probs are 0 where nothing was sampled.
 """
@@ -217,7 +217,7 @@ def _read_pt(path: Path) -> Any:
     import torch
 
     types = [type(np.dtype(code)) for code in "?bBhHiIlLqQefd"]
-    arrays = [np.ndarray, np.dtype, np._core.multiarray._reconstruct, *types]
+    arrays = [np.ndarray, np.dtype, np._core.multiarray._reconstruct, *types]  # type: ignore[attr-defined]
     try:
         with torch.serialization.safe_globals(arrays):
             return torch.load(path, map_location="cpu", weights_only=True)

@@ -191,7 +191,7 @@ def encode_routes(routes: np.ndarray) -> str:
     return base64.b64encode(stream.getvalue()).decode("ascii")
 
 
-def _first_odd(value: Sequence[Any]) -> str:
+def _first_odd(value: Sequence[Any] | np.ndarray) -> str:
     kinds = [type(item).__name__ for item in value]
     common = max(set(kinds), key=kinds.count)
     place = next((i for i, kind in enumerate(kinds) if kind != common), 0)

@@ -1,4 +1,4 @@
-"""slime's samples (`Sample.to_dict()`) and ours.
+"""slime's samples (`Sample.to_dict()`) to trajectories and back.
 
 A sample holds one sequence: `tokens` = prompt + response, of which the last `response_length` are the response;
 `loss_mask`, `rollout_log_probs` run over the response; `rollout_routed_experts` over all tokens but the last. A run of
