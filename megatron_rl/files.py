@@ -3,7 +3,7 @@
 A directory is filled under a `temporary_name` beside its place and then named::
 
     .NAME.<writer>-<unique>.partial    being filled, or whole and not yet named
-    .NAME.<writer>-<unique>.replaced   what had the name, between the two renames of `replace_directory` and until removed
+    .NAME.<writer>-<unique>.replaced   what had the name, from the first rename of `replace_directory` until removed
 
 No two writers, and no two attempts of one, share such a name: what a killed process leaves is in nobody's way. `sweep`
 removes it, and gives a directory that was renamed away its name back where the new one never came.

@@ -1,4 +1,4 @@
-"""Files and directories that appear whole: whatever kills a writer, the old or the new one stands after the next try."""
+"""Directories that appear whole: whatever kills a writer, the old or the new one stands after the next try."""
 
 from __future__ import annotations
 
