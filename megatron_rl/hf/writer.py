@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import shutil
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor
 
 from megatron_rl.errors import CheckpointError
-from megatron_rl.files import make_durable
+from megatron_rl.files import make_durable, replace_directory, sweep, temporary_name
 from megatron_rl.hf.audit import Audit, Problem
 from megatron_rl.hf.config import HFModelConfig
 from megatron_rl.hf.families import ARCHITECTURES
@@ -49,8 +49,8 @@ class StreamingWriter:
 
     Tensors go straight into shards of up to `max_shard_bytes`, and are checked and hashed by a second thread meanwhile.
     All of it goes to a hidden sibling directory, is fsynced, and takes the target's name by one rename. Replacing an
-    existing target renames that away first: a reader may for an instant find neither, never a mixture. A killed process
-    leaves `.NAME.*.partial` behind.
+    existing target renames that away first: a reader may for an instant find neither, never a mixture. What a killed
+    process leaves, the next writer of the same target removes (`files.sweep`).
 
     Args:
         path: target directory; its parent must exist.
@@ -77,7 +77,7 @@ class StreamingWriter:
         self._max_bytes = max_shard_bytes
         check_target(self.path, overwrite)
         self._audit = Audit(config)
-        self._directory = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:8]}.partial")
+        self._directory = temporary_name(self.path)
         self.pieces: dict[str, list[Piece]] = {}
         """Weights file → its pieces, once all is written."""
         self._shard: ShardFile | None = None
@@ -87,6 +87,7 @@ class StreamingWriter:
         self._second = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-check")
 
     def __enter__(self) -> StreamingWriter:
+        sweep(self.path.parent, re.escape(self.path.name))
         self._directory.mkdir()
         self._to_come = self._audit.expected | self._mtp_shapes()
         return self
@@ -220,18 +221,3 @@ def side_files(source: Path) -> Iterator[Path]:
     """Tokenizer and generation files of a checkpoint directory, sorted."""
     files = {file for pattern in SIDE_FILES for file in source.glob(pattern) if file.is_file()}
     yield from sorted(files)
-
-
-def replace_directory(directory: Path, target: Path) -> None:
-    """Give a whole, durable directory its name. What had the name is renamed away first, then removed."""
-    replaced = target.with_name(f"{directory.name}.replaced")
-    if target.exists():
-        target.rename(replaced)
-    try:
-        directory.rename(target)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(target)
-        raise
-    make_durable(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)

@@ -6,7 +6,7 @@
                               states/         tensors (backend/sharded_checkpoint.py)
                               iteration.pt    an iteration stopped in its middle (partial_iteration.py)
 
-A save fills a hidden directory `.iteration_00000012.partial`, makes it durable, writes the manifest and renames. So a
+A save fills a hidden directory `.iteration_00000012.….partial`, makes it durable, writes the manifest and renames. So a
 save that dies, wherever it dies, leaves the checkpoints before it as they were; nothing is deleted before the new one
 stands. A manifest makes a directory whole, also a hidden one whose save died just before the rename: the next save
 finishes it.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import re
 import shutil
@@ -39,14 +38,14 @@ from megatron_rl.backend.sharded_checkpoint import (
 )
 from megatron_rl.backend.topology import Topology
 from megatron_rl.errors import CheckpointError
-from megatron_rl.files import make_durable
+from megatron_rl.files import make_durable, replace_directory, sweep, temporary_name
 from megatron_rl.training.actor_critic import ActorCritic
 
 MANIFEST, RUN, RANDOM, STATES = "manifest.json", "run.json", "random", "states"
 PARTIAL_ITERATION = "iteration.pt"
 LIBRARIES = ("megatron_rl", "megatron-core", "torch", "numpy", "transformer-engine")
 _NAME = re.compile(r"iteration_(\d{8,})")
-_PARTIAL = re.compile(r"\.(iteration_\d{8,})\.partial")
+_PARTIAL = re.compile(r"\.(iteration_\d{8,})\.(?:[\w-]+\.)?partial")
 _CHUNK = 16 << 20
 _log = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ def save_checkpoint(
     """
     root = Path(root)
     final = root / f"iteration_{iteration:08d}"
-    partial = root / f".{final.name}.partial"
+    partial = _shared(temporary_name(final))
     text = together(final, lambda: _run_json(iteration, models, cursor))
     on_first_rank(partial, lambda: _start(partial))
     try:
@@ -141,7 +140,7 @@ def newest_complete(root: str | Path) -> Found:
     Where a process group exists this is collective: each rank reads its share of the files, and all get one answer.
     """
     root = Path(root)
-    names = _shared(sorted((p.name for p in _directories(root)), key=_number, reverse=True))
+    names = _shared(sorted((p.name for p in _directories(root)), key=_age, reverse=True))
     skipped: list[tuple[Path, str]] = []
     for name in names:
         reason = faults(root / name, *_rank_and_world())
@@ -243,6 +242,7 @@ def _start(partial: Path) -> None:
                 _publish(left, left.with_name(hidden[1]))
             else:
                 shutil.rmtree(left)
+    sweep(partial.parent, _NAME.pattern, alone=True)
     for folder in (RANDOM, STATES):
         (partial / folder).mkdir(parents=True)
 
@@ -277,11 +277,8 @@ def _complete(partial: Path, final: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _publish(whole: Path, final: Path) -> None:
-    """Give a whole directory its name; what had it gives way."""
-    if final.exists():
-        _remove(final)
-    os.rename(whole, final)
-    make_durable(final.parent)
+    """Give a whole directory its name; what had it gives way. Until then `newest_complete` finds it without."""
+    replace_directory(whole, final)
 
 
 def _remove(directory: Path) -> None:
@@ -317,7 +314,12 @@ def _directories(root: Path) -> list[Path]:
 
 
 def _number(name: str) -> int:
-    return int(re.sub(r"\D", "", name))
+    return int(name.lstrip(".").removeprefix("iteration_").partition(".")[0])
+
+
+def _age(name: str) -> tuple[int, bool]:
+    """Sorts by iteration; a hidden one whose rename is to come is newer than what has the name."""
+    return _number(name), name.startswith(".")
 
 
 def _rank_and_world() -> tuple[int, int]:

@@ -6,6 +6,7 @@ recorded sequence as the trainer computes them, for engines to compare theirs wi
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,9 +19,9 @@ from megatron_rl.backend.model import Model
 from megatron_rl.backend.step import Readout
 from megatron_rl.backend.weights import export_hf
 from megatron_rl.batching import actor_stream
-from megatron_rl.files import make_durable
+from megatron_rl.files import make_durable, replace_directory, sweep, temporary_name
 from megatron_rl.hf.shard_file import Piece
-from megatron_rl.hf.writer import StreamingWriter, replace_directory
+from megatron_rl.hf.writer import StreamingWriter
 from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.rollouts.store import select_rows
 from megatron_rl.training.actor_critic import ActorCritic
@@ -46,7 +47,9 @@ def publish_weights(models: ActorCritic, directory: Path, *, canary: Canary | No
     from megatron_rl.engines.publication import write_publication
 
     target = directory / f"version-{models.version:06d}"
-    staged = target.with_name(f".{target.name}.staged")
+    staged = temporary_name(target)
+    if dist.get_rank() == 0:
+        sweep(directory, r"version-\d+", alone=True)
     pieces = write_hashed_hf(models.actor.model, staged, models.config.model.path)
     if dist.get_rank() == 0:
         if canary is not None:
@@ -107,10 +110,12 @@ def write_hf(model: Model, target: Path, source: str | Path, *, dtype: torch.dty
     """Write a live model as an HF checkpoint. Collective; rank 0 writes, all ranks return when it is complete.
 
     Args:
-        target: directory that appears when done; replaced if it is an earlier export.
+        target: directory that appears when done; replaced if it is an earlier export. Nobody else may write it now.
         source: checkpoint whose configuration and tokenizer files go along.
         dtype: cast on the way; None: as trained.
     """
+    if dist.get_rank() == 0:
+        sweep(target.parent, re.escape(target.name), alone=True)
     write_hashed_hf(model, target, source, dtype=dtype)
     return target
 

@@ -294,7 +294,8 @@ def test_killed_just_before_the_rename_loses_nothing(ranks, scenario, tmp_path: 
     with pytest.raises(RankFailure, match="process died"):
         ranks.run(die_in_second_save, 1, scenario, tmp_path, f"{checkpoint.__name__}._publish")
     ((newest, reasons, cursor, names),) = ranks.run(resume_and_save, 1, scenario, tmp_path, 3)
-    assert (newest, reasons, cursor) == (".iteration_00000002.partial", [], {"iteration": 2})
+    assert (reasons, cursor) == ([], {"iteration": 2})
+    assert newest.startswith(".iteration_00000002.") and newest.endswith(".partial")
     assert names == ["iteration_00000001", "iteration_00000002", "iteration_00000003"]
 
 

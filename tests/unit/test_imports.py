@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
     "__init__",
     "errors",
+    "processes",
     "files",
     "section",
     "rollouts",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -20,14 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.errors import CheckpointError, LaunchError
-from megatron_rl.files import make_durable, write_text
+from megatron_rl.files import make_durable, replace_directory, sweep, write_text
 from megatron_rl.hf.conversion.manifest import MANIFEST, make_manifest, read_manifest, write_manifest
 from megatron_rl.hf.conversion.output_files import Plan, PlannedFile
 from megatron_rl.hf.conversion.shards import read_hashes, write_shard
 from megatron_rl.hf.conversion.sources import Source
 from megatron_rl.hf.json_files import write_json
 from megatron_rl.hf.reader import INDEX_FILE
-from megatron_rl.hf.writer import check_target, export_settings, replace_directory, side_files
+from megatron_rl.hf.writer import check_target, export_settings, side_files
 
 Report = Callable[[int, int], None]
 """(bytes on disk, bytes in all) of the whole conversion; called at most a few times a second."""
@@ -117,6 +118,8 @@ def convert(
             processes stopped writing. What was finished is kept for the same command run again.
     """
     share, begin = share or Share(), time.monotonic()
+    if share.index == 0:
+        sweep(target.parent, re.escape(target.name))
     if is_complete(target, plan):
         return Outcome(complete_before=True)
     check_target(target, overwrite)
@@ -247,8 +250,10 @@ def _finish(work: Path, target: Path, plan: Plan, source: Source, hashes: dict[s
     for path in (*others, work / MANIFEST, work):
         make_durable(path)
     replace_directory(work, target)
-    for left in target.parent.glob(f".{target.name}.*.partial"):
-        shutil.rmtree(left, ignore_errors=True)
+    working = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}(\.hashes)?\.partial")
+    for left in target.parent.iterdir():
+        if working.fullmatch(left.name):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _check_space(work: Path, plan: Plan) -> None:

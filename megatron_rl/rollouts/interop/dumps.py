@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
-from uuid import uuid4
 
 import numpy as np
 
 from megatron_rl.errors import RolloutError
-from megatron_rl.files import atomic_file
+from megatron_rl.files import atomic_file, name_directory, sweep, temporary_name
 from megatron_rl.rollouts.interop.record import ImportOptions, Line
 from megatron_rl.rollouts.interop.slime import from_sample, to_sample
 from megatron_rl.rollouts.interop.vllm import from_response
@@ -94,7 +94,8 @@ def import_dumps(
         if stems.count(stem) > 1:
             raise RolloutError("two dumps of one name", found=stem, expected="names of their own", setting="FILE")
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{uuid4().hex}")
+    sweep(out.parent, re.escape(out.name))
+    temporary = temporary_name(out)
     temporary.mkdir()
     try:
         shards = [shard for file in files for shard in _write(file, temporary, options, dump_format, refused)]
@@ -103,7 +104,7 @@ def import_dumps(
             return []
         if not shards:
             raise RolloutError("nothing to import", file=", ".join(map(str, files)), found=0, expected=">= 1 record")
-        os.replace(temporary, out)
+        name_directory(temporary, out)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

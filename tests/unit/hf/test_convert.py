@@ -178,6 +178,44 @@ def test_a_killed_conversion_continues_and_damaged_files_are_written_anew(checkp
     assert not hidden(target)
 
 
+KILLED_AT_A_RENAME = """
+import os, sys
+from pathlib import Path
+import torch
+from megatron_rl.hf.conversion.output_files import make_plan
+from megatron_rl.hf.conversion.conversion import convert
+from megatron_rl.hf.conversion.sources import HFSource
+left, real = int(sys.argv[3]), os.rename
+def dying(old, new):
+    global left
+    left -= Path(new).parent == Path(sys.argv[2]).parent
+    if not left:
+        os._exit(7)
+    real(old, new)
+os.rename = dying
+source = HFSource(sys.argv[1])
+plan = make_plan(source, dtype=torch.bfloat16, max_shard_bytes=int(sys.argv[4]))
+convert(source, Path(sys.argv[2]), plan, overwrite=True)
+"""
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_killed_while_it_replaces_the_same_command_finishes(checkpoint, tmp_path, step) -> None:
+    source, target = checkpoint("plain"), tmp_path / "out"
+    run(source, target)
+    command = [sys.executable, "-c", KILLED_AT_A_RENAME, str(source), str(target), str(step), str(SMALL)]
+    died = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120)
+    assert died.returncode == 7 and target.exists() == (step == 1)
+    (tmp_path / ".out.v2.0123456789ab.partial").mkdir()
+    with pytest.raises(CheckpointError, match="the target exists"):
+        run(source, target, dtype=torch.bfloat16)
+    assert tensors_of(target)[ROUTER].dtype == torch.float32
+    outcome = run(source, target, dtype=torch.bfloat16, overwrite=True)
+    assert outcome.kept and not outcome.written and tensors_of(target)[ROUTER].dtype == torch.bfloat16
+    # What lies beside it is another target's.
+    assert [path.name for path in hidden(target)] == [".out.v2.0123456789ab.partial"]
+
+
 def test_a_changed_source_does_not_continue_an_earlier_attempt(copy, tmp_path) -> None:
     first = make_plan(HFSource(copy))
     edit_tensors(copy, lambda tensors: tensors[ROUTER].add_(1))

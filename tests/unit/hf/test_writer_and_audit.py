@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification
 
 from megatron_rl.errors import CheckpointError
+from megatron_rl.files import sweep
 from megatron_rl.hf.audit import Audit, audit_checkpoint
 from megatron_rl.hf.config import read_hf_config
 from megatron_rl.hf.importer import ParamRef, load_shard, needs_initialisation
@@ -173,6 +175,37 @@ def test_a_failed_export_leaves_the_old_checkpoint(checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match="missing"):
         _write(target, source, {ROUTER: stored[ROUTER] + 1}, overwrite=True)
     assert torch.equal(tensors_of(target)[ROUTER], stored[ROUTER]) and _nothing_left_beside(target)
+
+
+class Killed(BaseException):
+    """Ends a writer where no handler of errors sees it."""
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_export_killed_between_its_renames_is_repeated(checkpoint, tmp_path, monkeypatch, step):
+    source, target = checkpoint("plain"), tmp_path / "out"
+    stored = tensors_of(source)
+    _write(target, source, stored)
+    changed = stored | {ROUTER: stored[ROUTER] + 1}
+    calls = []
+
+    def dying(old, new, real=os.rename):
+        calls.extend([new] if Path(new).parent == tmp_path else [])
+        if len(calls) == step:
+            raise Killed
+        real(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", dying)
+        with pytest.raises(Killed):
+            _write(target, source, changed, overwrite=True)
+    assert target.exists() == (step == 1)
+    # The writer of the leftover is this process, which lives: only its owner may say that it is alone.
+    sweep(tmp_path, "out", alone=True)
+    assert torch.equal(tensors_of(target)[ROUTER], stored[ROUTER])
+    _write(target, source, changed, overwrite=True)
+    assert torch.equal(tensors_of(target)[ROUTER], changed[ROUTER])
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_critic_starts_from_a_policy_and_comes_back_exactly(checkpoint, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megatron_rl.cli.app import app
 from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
 from megatron_rl.environments.vocabulary import Vocabulary
 from megatron_rl.errors import ConfigError, RolloutError, RouteError
+from megatron_rl.files import temporary_name
 from megatron_rl.rollouts import OUTCOMES, read_batch, trajectory_at, validate, write_shard
 from megatron_rl.rollouts.interop.dumps import ImportOptions, export_dump, import_dumps, read_dump
 from tests.unit.rollouts.records import HEADER, MODEL, assert_same, routes_for, sound, without_decisions
@@ -311,6 +313,19 @@ def test_import_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert len(read_batch(out)) == 3
     with pytest.raises(RolloutError, match="--out"):
         import_dumps([good], out, OPTIONS)
+
+
+def test_what_a_killed_import_left_is_removed_and_a_living_one_is_not(tmp_path: Path) -> None:
+    out, living = tmp_path / "out", temporary_name(tmp_path / "out")
+    living.mkdir()
+    child = os.fork()
+    if not child:
+        temporary_name(out).mkdir()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 2
+    import_dumps([dumped(tmp_path, sample(), name="a.jsonl")], out, OPTIONS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([living.name, "a.jsonl", "out"])
 
 
 def test_imports_that_make_no_sense_are_refused(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.errors import CheckpointError
+from megatron_rl.files import temporary_name
 from megatron_rl.training import checkpoint
 from megatron_rl.training.checkpoint import MANIFEST, faults, newest_complete
 
@@ -111,6 +113,31 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
     (old / "left over").touch()
     checkpoint._publish(new, old)
     assert names(tmp_path) == [old.name] and faults(old) is None and not (old / "left over").exists()
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_killed_while_it_replaces_an_iteration_the_newer_one_is_found_and_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    old = write(tmp_path, 2)
+    (old / "older").touch()
+    new = write(tmp_path, 2, hidden=True).rename(temporary_name(old))
+    calls = []
+
+    def dying(*paths: Path, real=os.rename) -> None:
+        calls.append(paths)
+        if len(calls) == step:
+            raise KeyboardInterrupt
+        real(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", dying)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint._publish(new, old)
+    assert newest_complete(tmp_path).path == new and old.exists() == (step == 1)
+    checkpoint._start(temporary_name(tmp_path / "iteration_00000003"))
+    assert newest_complete(tmp_path).path == old and faults(old) is None and not (old / "older").exists()
+    assert [name for name in names(tmp_path) if "_00000002" in name] == [old.name]
 
 
 @pytest.mark.parametrize(
