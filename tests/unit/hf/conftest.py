@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,3 +20,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[variant]
 
     return get
+
+
+@pytest.fixture
+def copy(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A copy of the plain checkpoint, to be changed."""
+    return shutil.copytree(checkpoint("plain"), tmp_path / "copy")

@@ -36,11 +36,6 @@ SMALL = 60_000
 """Bytes of a file, so that the checkpoint needs several."""
 
 
-@pytest.fixture
-def copy(checkpoint, tmp_path) -> Path:
-    return shutil.copytree(checkpoint("plain"), tmp_path / "copy")
-
-
 def run(source: Path, target: Path, *, dtype=None, shard=SMALL, **options):
     opened = HFSource(source)
     return convert(opened, target, make_plan(opened, dtype=dtype, max_shard_bytes=shard), **options)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -82,11 +81,6 @@ def _resident_kib(file: str) -> int:
         elif mine and line.startswith("Rss:"):
             total += int(line.split()[1])
     return total
-
-
-@pytest.fixture
-def copy(checkpoint, tmp_path) -> Path:
-    return shutil.copytree(checkpoint("plain"), tmp_path / "copy")
 
 
 def _load_all(path: Path) -> None:

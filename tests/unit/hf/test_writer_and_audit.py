@@ -24,11 +24,6 @@ from tests.unit.hf.checkpoints import VARIANTS, Layout, edit_config, edit_tensor
 ROUTER = "model.layers.1.mlp.gate.weight"
 
 
-@pytest.fixture
-def copy(checkpoint, tmp_path) -> Path:
-    return shutil.copytree(checkpoint("plain"), tmp_path / "copy")
-
-
 def _write(target: Path, source: Path, tensors: dict[str, torch.Tensor], **options) -> None:
     with StreamingWriter(target, read_hf_config(source), source, **options) as writer:
         for name, value in tensors.items():
