@@ -223,9 +223,9 @@ FAULTS = (
     ),
     Fault(
         "lock: a process number that is used again counts as alive",
-        "run_dir/lock.py",
-        "_started(holder.process) == holder.started",
-        "_started(holder.process) != ''",
+        "processes.py",
+        "    return start_time(number) != started\n",
+        "    return start_time(number) == ''\n",
         "tests/unit/run_dir/test_lock.py",
     ),
     Fault(
@@ -234,6 +234,34 @@ FAULTS = (
         "holder.restart < us.restart",
         "holder.restart > us.restart",
         "tests/unit/run_dir/test_lock.py",
+    ),
+    Fault(
+        "lock: a process of another namespace of numbers counts as dead",
+        "processes.py",
+        "if not where or where != place() or not started:",
+        "if not started:",
+        "tests/unit/run_dir/test_lock.py",
+    ),
+    Fault(
+        "lock: a change counts for nothing",
+        "run_dir/lock.py",
+        "self.changes += self.looks > 0",
+        "self.changes += 0",
+        "tests/unit/run_dir/test_lock.py",
+    ),
+    Fault(
+        "lock: an owner that cannot touch it goes on",
+        "run_dir/lock.py",
+        "if untouched.look(self._touched) > GIVE_UP_SECONDS:",
+        "if untouched.look(self._touched) < 0:",
+        "tests/unit/run_dir/test_lock.py",
+    ),
+    Fault(
+        "publish: a directory renamed away is lost with its writer",
+        "files.py",
+        'match["kind"] == "replaced"',
+        'match["kind"] == "restored"',
+        "tests/unit/test_files.py",
     ),
     Fault(
         "lock: a lost owner goes on writing",
