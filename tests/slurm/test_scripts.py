@@ -36,7 +36,7 @@ def signal_when_running(cluster: Cluster, job: str, output: Path, plan: str = "w
 def without_cluster(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     """Starts train.sbatch as SLURM would; SLURM's commands are stubs, and the step says "a step runs"."""
     stubs = {
-        "scontrol": 'case "$*" in *"show job"*) echo JobState=RUNNING ;; *hostnames*) echo node ;; *) echo "$*" ;; esac',
+        "scontrol": 'case "$*" in *"show job"*) echo JobState=RUNNING ;; *hostnames*) echo node ;; esac',
         "srun": "trap 'exit 85' USR1; echo a step runs; while true; do sleep 0.1; done",
     }
     (tmp_path / "bin").mkdir()
