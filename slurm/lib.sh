@@ -13,7 +13,14 @@ load_site() { # [FILE]: settings of this site, one NAME=value a line
   done < <(cat "${1:-$MRL_ROOT/slurm/site.env}" 2>/dev/null)
 }
 
+catch_signals() { # keep what comes before `supervise`: untrapped, it would end the job without a requeue
+  stopping='' helper_ended=''
+  trap 'stopping=1; say "asked to stop before the step began"' USR1 TERM
+  trap 'helper_ended=1' USR2
+}
+
 prepare() { # what every script needs before its first step
+  catch_signals
   load_site
   restart=${SLURM_RESTART_COUNT:-0}
   MRL_LOGS=${MRL_LOGS:-$SLURM_SUBMIT_DIR/logs}
@@ -97,12 +104,15 @@ start_helper() { # COMMAND...: run beside the trainer; its end is told to this s
 
 supervise() { # COMMAND...: run it, pass the stop signal on, and act on its exit status. Does not return.
   local step status
-  stopping='' helper_ended=''
+  [[ -z $stopping ]] || conclude 85
   "$@" &
   step=$!
   trap 'interrupted=1 stopping=1; say "asked to stop: passing it on"; kill -USR1 "$step" 2>/dev/null || true' USR1 TERM
   # Helpers end by themselves when the trainer is done. If it is not done soon, it cannot go on without them.
   trap 'interrupted=1 helper_ended=1; (sleep "${MRL_HELPER_GRACE:-20}"; kill -USR1 "$step" 2>/dev/null || true) &' USR2
+  # What came before these two lines was only kept.
+  [[ -z $stopping ]] || kill -USR1 "$step" 2>/dev/null || true
+  [[ -z $helper_ended ]] || kill -USR2 $$
   while true; do # a trapped signal ends `wait` early
     interrupted=
     wait "$step" && status=0 || status=$?
@@ -156,17 +166,23 @@ again() { # back to the queue under the same job id; returns where that is not t
   sleep 120
 }
 
-await_run_directory() { # one job a run directory: give a crashed one's lock time to go stale, refuse beside a live one
-  local lock=${MRL_OUTPUT:-/nonexistent}/run.lock end=$((SECONDS + ${MRL_LOCK_WAIT:-60})) owner
+await_run_directory() { # one job a run directory: give an ending job time to release it, refuse beside a live one
+  local lock=${MRL_OUTPUT:-/nonexistent}/run.lock end=$((SECONDS + ${MRL_LOCK_WAIT:-60})) quiet=$SECONDS owner now seen=''
   while [[ -f $lock ]]; do
+    [[ -z $stopping ]] || conclude 85
     owner=$(grep -o '"job": "[0-9]*"' "$lock" | tr -dc 0-9 || true)
-    # Its owner touches it every few seconds.
-    if [[ $owner == "$SLURM_JOB_ID" ]] || (($(date +%s) - $(stat -c %Y "$lock" 2>/dev/null || echo 0) > 45)); then return; fi
+    [[ $owner != "$SLURM_JOB_ID" ]] || return 0
+    # Its owner touches it every few seconds. Only a change counts: clocks of nodes differ. Whether a lock that does not
+    # change is dead, who takes it finds out.
+    now=$(stat -c '%y %i' "$lock" 2>/dev/null || true)
+    [[ $now == "$seen" ]] || seen=$now quiet=$SECONDS
+    ((SECONDS - quiet < 20)) || return 0
     if ((SECONDS >= end)); then
       say "job ${owner:-(none)} trains in $MRL_OUTPUT already: refused. Change: output=ANOTHER_DIRECTORY" >&2
       exit 2
     fi
-    sleep 5
+    # A signal to the whole job ends it early.
+    sleep 5 || true
   done
 }
 

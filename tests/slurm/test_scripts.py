@@ -5,10 +5,14 @@ Ranks are stubs here (`stub.sh`), so each case takes seconds; `test_runs.py` tra
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +30,85 @@ def stubbed(cluster: Cluster, run_file: Path, output: Path, plan: str, **options
 def signal_when_running(cluster: Cluster, job: str, output: Path, plan: str = "wait") -> None:
     until(lambda: f"stub: {plan} rank 1" in log_text(output), what="both ranks run")
     cluster.run("scancel", "--batch", "--signal=USR1", job)
+
+
+@pytest.fixture
+def without_cluster(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Starts train.sbatch as SLURM would; SLURM's commands are stubs, and the step says "a step runs"."""
+    stubs = {
+        "scontrol": 'case "$*" in *"show job"*) echo JobState=RUNNING ;; *hostnames*) echo node ;; esac',
+        "srun": "trap 'exit 85' USR1; echo a step runs; while true; do sleep 0.1; done",
+    }
+    (tmp_path / "bin").mkdir()
+    for name, text in stubs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    started = []
+
+    def start(**variables: str) -> subprocess.Popen:
+        environment = {
+            "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "MRL_ROOT": str(ROOT), "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "node", "SLURM_NTASKS": "1", "SLURM_SUBMIT_DIR": str(tmp_path),
+            "MRL_LOGS": str(tmp_path), "MRL_OUTPUT": str(tmp_path), "MRL_REQUEUE": "0", **variables,
+        }  # fmt: skip
+        command = ["bash", str(ROOT / "slurm" / "train.sbatch"), "run.yaml"]
+        started.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def said(process: subprocess.Popen, text: str) -> None:
+    while text not in (line := process.stdout.readline()):
+        assert line, f"ended without saying: {text}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_asked_to_stop_while_it_waits_for_a_lock_it_requeues(without_cluster, tmp_path: Path, number: int) -> None:
+    """No SLURM needed. Untrapped, the signal would end the job as FAILED and for good."""
+    (tmp_path / "run.lock").write_text('{"job": "999"}')
+    job = without_cluster()
+    said(job, "job 7 restart 0")
+    job.send_signal(number)
+    said(job, "not requeued: MRL_REQUEUE=0")
+    assert job.wait(timeout=30) == 85
+
+
+def test_the_time_of_a_lock_says_nothing(without_cluster, tmp_path: Path) -> None:
+    """Two hours behind this node's clock; without a lock the step runs and gets the signal."""
+    lock, old = tmp_path / "run.lock", time.time() - 7200
+    lock.write_text('{"job": "999"}')
+    os.utime(lock, (old, old))
+    job = without_cluster(MRL_LOCK_WAIT="3")
+    said(job, "job 7 restart 0")
+    assert job.wait(timeout=30) == 2
+    (tmp_path / "run.lock").unlink()
+    job = without_cluster()
+    said(job, "a step runs")
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=30) == 85
+
+
+def test_a_helper_that_ends_before_the_step_begins_ends_the_step(tmp_path: Path) -> None:
+    """Its signal comes before `supervise` waits for it."""
+    script = f"""
+set -euo pipefail
+source {ROOT}/slurm/lib.sh
+conclude() {{ echo "concluded $1 ${{helper_ended:-}}"; exit "$1"; }}
+catch_signals
+kill -USR2 $$
+supervise bash -c 'trap "exit 85" USR1; while true; do sleep 0.1; done'
+"""
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, env=os.environ | {"MRL_HELPER_GRACE": "1"}
+    )
+    assert "concluded 85 1" in done.stdout and done.returncode == 85
 
 
 def test_stop_signal_reaches_ranks_and_requeues(whole: Cluster, run_file: Path, tmp_path: Path) -> None:
