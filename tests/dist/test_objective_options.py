@@ -95,7 +95,9 @@ USELESS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", USELESS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full if "some" in n or "few" in n else ()) for n in USELESS]
+)
 def test_a_run_that_learns_nothing_does_not_end_well(ranks: RankPool, base: Path, tmp_path: Path, name: str) -> None:  # noqa: F811
     changes, says = USELESS[name]
     found = ranks.run(outcome_of, 2, configured(base, "ppo", tmp_path / "run", *changes))
