@@ -24,9 +24,9 @@ from megatron_rl.hf.config import read_hf_config
 from megatron_rl.reduce import gather_slots
 from megatron_rl.rollouts.schema import RolloutBatch
 from megatron_rl.training.actor_critic import ActorCritic, build_actor_critic
+from megatron_rl.training.forward import plan, prepare, sampling_readout, streams
 from megatron_rl.training.records import ScoredBatch
 from megatron_rl.training.score import score_batch
-from megatron_rl.training.forward import plan, prepare, sampling_readout, streams
 from megatron_rl.training.update import update_actor, update_critic
 from tests.dist.scenario import EMPTY_ROW, SECOND_STEP, Layout, Scenario, decision_order, reordered, shuffle_order
 

@@ -33,6 +33,19 @@ class _Graded:
         return self._inner.valid_actions()
 
 
+class CoarseLake(FrozenLakeTask):
+    """A turn earns 1 where its tokens' sum divides by seven, else nothing: some groups earn the same, others do not."""
+
+    def make_env(self, spec: EpisodeSpec) -> TextEnvironment:
+        """The lake, graded coarsely."""
+        return _Coarse(super().make_env(spec))
+
+
+class _Coarse(_Graded):
+    def step(self, action_tokens: Sequence[int]) -> StepResult:
+        return replace(self._inner.step(action_tokens), reward=float(sum(action_tokens) % 7 == 0))
+
+
 class FailingLake(GradedLake):
     """The graded lake, whose environments raise when they are acted upon, but for every fourth episode."""
 

@@ -32,7 +32,9 @@ def settings(model: Path, output: Path, **changes) -> dict:
         "optimizer": {"lr": 1e-3},
         "critic_optimizer": {"lr": 1e-3},
         "algorithm": {
-            "minibatches": 2, "importance": {"name": "sequence", "cap": 2.0}, "anchor": {"name": "ewma", "decay": 0.5},
+            "minibatches": 2,
+            "importance": {"name": "sequence", "cap": 2.0},
+            "anchor": {"name": "ewma", "decay": 0.5},
         },  # fmt: skip
         "rollout": {
             "episodes": EPISODES,
@@ -82,8 +84,8 @@ def train(plain: dict, die_after: int | None = None) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from megatron_rl.environments.frozen_lake import lake_vocabulary
     from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
+    from megatron_rl.environments.frozen_lake import lake_vocabulary
 
     path = tmp_path_factory.mktemp("models") / "tiny"
     write_tiny_checkpoint(path, lake_vocabulary(), TinyShape(hidden_size=32, num_layers=2, moe_hidden_size=16))
@@ -252,15 +254,17 @@ def reject(plain: dict, times: int) -> tuple[int, str]:
     from megatron_rl.config import parse_config
     from megatron_rl.environments.tasks import make_task
     from megatron_rl.errors import EngineVersionError
-    from megatron_rl.training.rollout_sources import streaming as stream
     from megatron_rl.run_dir.exchange import Exchange
-    from megatron_rl.training.trainer import Trainer
+    from megatron_rl.training.rollout_sources import streaming as stream
     from megatron_rl.training.stopping import Stopped, StopRequest
+    from megatron_rl.training.trainer import Trainer
 
     stream.POLL_SECONDS = 0.05
     config, stop = parse_config(plain), StopRequest()
     exchange = Exchange(Path(config.output))
-    trainer = Trainer(config, topology.initialize(config.parallel, seed=0), make_task("frozen_lake", {}), Watch(None), stop)
+    trainer = Trainer(
+        config, topology.initialize(config.parallel, seed=0), make_task("frozen_lake", {}), Watch(None), stop
+    )
     first = (exchange.weights / "version-000000").stat().st_ino
     exchange.reject(0, "the canary scores differently")
     if times == 1:
@@ -369,7 +373,7 @@ MODES = {
     "single": {"rollout": {"complete_groups": False}},
     "groups": {"rollout": GROUPS},
     "refill": {
-        "rollout": {**GROUPS, "max_staleness": 0},
+        "rollout": {**GROUPS, "max_staleness": 0, "environment": "tests.dist.graded:CoarseLake"},
         "algorithm": {"estimator": "grpo", "dynamic_sampling": {"rounds": 2}},
     },
     "colocated": {"rollout": {"mode": "sync", "colocated": True}, "parallel": {"phase_offload": True}},

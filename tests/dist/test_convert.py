@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.backend.anchor import swapped_in
 from megatron_rl.errors import CheckpointError
-from megatron_rl.hf.conversion.output_files import make_plan
 from megatron_rl.hf.conversion.conversion import Share, convert
+from megatron_rl.hf.conversion.output_files import make_plan
 from megatron_rl.hf.conversion.verify import verify
 from megatron_rl.training.checkpoint import save_checkpoint
 from megatron_rl.training.checkpoint_source import RunSource, compare_outputs, find_checkpoint, open_source

@@ -30,8 +30,8 @@ def run(config, stop_at: int | None = None) -> tuple[list[dict[str, float]], dic
     """Metrics of the iterations completed, and the source's state; asked to stop at its `stop_at`th question."""
     from megatron_rl.backend import topology
     from megatron_rl.environments.tasks import make_task
-    from megatron_rl.training.trainer import Trainer
     from megatron_rl.training.stopping import Stopped, StopRequest
+    from megatron_rl.training.trainer import Trainer
 
     class AtQuestion(StopRequest):
         questions = 0

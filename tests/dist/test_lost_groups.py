@@ -15,8 +15,8 @@ from tests.dist.test_async import ledger_rows, settings, train, wait_for_no_proc
 @pytest.mark.parametrize("stragglers", ["drop", pytest.param("deliver", marks=pytest.mark.full)])
 def test_groups_that_cannot_become_whole_are_given_up(ranks: RankPool, tmp_path: Path, stragglers: str) -> None:
     """All that there is room for at first is halves of pairs: no version will come that makes them too old."""
-    from megatron_rl.environments.frozen_lake import lake_vocabulary
     from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
+    from megatron_rl.environments.frozen_lake import lake_vocabulary
 
     model, output = tmp_path / "model", tmp_path / "run"
     write_tiny_checkpoint(model, lake_vocabulary(), TinyShape(hidden_size=32, num_layers=2, moe_hidden_size=16))

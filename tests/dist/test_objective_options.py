@@ -87,7 +87,8 @@ def outcome_of(config) -> str:
 
 
 USELESS = {
-    "all rejected": (["algorithm.rejection={unit: token, max: -1}", "algorithm.max_skipped_steps=3"], "3 optimizer steps"),
+    "all rejected": (["algorithm.rejection={unit: token, max: -1}", "algorithm.max_skipped_steps=3"],
+                     "3 optimizer steps"),
     "all rejected, few steps": (["algorithm.rejection={unit: token, max: -1}"], "no decision was left"),
     "environments that fail": (["rollout.environment=tests.dist.graded:FailingLake"], "no answer is known"),
     "some environments fail": (["rollout.environment=tests.dist.graded:FailingLake", "rollout.max_failed=1"],

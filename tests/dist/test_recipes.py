@@ -43,8 +43,8 @@ SLOW = ("cispo", "evpo", "gmpo", "grpo", "gspo", "ppo", "rloo", "vc_ppo")
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from megatron_rl.environments.frozen_lake import lake_vocabulary
     from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
+    from megatron_rl.environments.frozen_lake import lake_vocabulary
 
     folder = tmp_path_factory.mktemp("recipes")
     shape = TinyShape(hidden_size=32, num_layers=2, moe_hidden_size=16)
@@ -69,7 +69,9 @@ def make_loop(config):
 
     watch = _Watch()
     place = topology.initialize(config.parallel, seed=config.seed)
-    return Trainer(config, place, make_task(config.rollout.environment, config.rollout.environment_options), watch), watch
+    return Trainer(
+        config, place, make_task(config.rollout.environment, config.rollout.environment_options), watch
+    ), watch
 
 
 def run_recipe(config) -> tuple[list[dict[str, float]], dict[str, float]]:
@@ -117,9 +119,9 @@ def run_vpo(config) -> tuple[dict[str, float], bool]:
     import torch.distributed as dist
 
     from megatron_rl.rollouts.store import write_shard
-    from megatron_rl.training.rollout_sources.validation import load_validated
-    from megatron_rl.training.rollout_sources.sync import my_share, play
     from megatron_rl.training.epochs import means, train_epochs
+    from megatron_rl.training.rollout_sources.sync import my_share, play
+    from megatron_rl.training.rollout_sources.validation import load_validated
     from megatron_rl.training.score import score_batch
 
     trainer, _ = make_loop(config)

@@ -24,8 +24,8 @@ def run(config, stop_at: int | None = None) -> tuple[list[dict[str, float]], boo
     """Metrics of the iterations completed, and whether the run stopped at its `stop_at`th question."""
     from megatron_rl.backend import topology
     from megatron_rl.environments.tasks import make_task
-    from megatron_rl.training.trainer import Trainer
     from megatron_rl.training.stopping import Stopped, StopRequest
+    from megatron_rl.training.trainer import Trainer
 
     class AtQuestion(StopRequest):
         """Asked to stop at one moment, by one rank only: the others must follow."""

@@ -1,4 +1,5 @@
-"""The trainer on real ranks: it resumes exactly, skips what has no decision, stops at the first-step check, and shares verdicts."""
+"""The trainer on real ranks: it resumes exactly, skips what has no decision, stops at the first-step check,
+and shares verdicts."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def _config(path: Path, output: Path, **changes):
         "optimizer": {"lr": 1e-3},
         "critic_optimizer": {"lr": 1e-3},
         "algorithm": {
-            "minibatches": 2, "importance": {"name": "sequence", "cap": 2.0}, "anchor": {"name": "ewma", "decay": 0.5},
+            "minibatches": 2,
+            "importance": {"name": "sequence", "cap": 2.0},
+            "anchor": {"name": "ewma", "decay": 0.5},
         },  # fmt: skip
         "rollout": {"episodes": 8, "max_turns": 3, "max_action_tokens": 2},
     }
@@ -81,8 +84,8 @@ def assert_moved(before: Path, output: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from megatron_rl.environments.frozen_lake import lake_vocabulary
     from megatron_rl.engines.tiny import TinyShape, write_tiny_checkpoint
+    from megatron_rl.environments.frozen_lake import lake_vocabulary
 
     path = tmp_path_factory.mktemp("models") / "tiny"
     write_tiny_checkpoint(path, lake_vocabulary(), TinyShape(hidden_size=32, num_layers=2, moe_hidden_size=16))
@@ -107,12 +110,12 @@ def test_a_resumed_run_is_the_unbroken_run(ranks: RankPool, tiny: Path, tmp_path
 
 
 def skip_step(config) -> bool:
-    """Whether a batch without decisions leaves weights, moments, counts and EWMA as they were, and the next step moves."""
+    """Whether a batch without decisions leaves weights, moments, counts and EWMA, and the next step moves."""
     import torch
 
     from megatron_rl.backend.anchor import main_weights
-    from megatron_rl.training.rollout_sources.validation import load_validated
     from megatron_rl.training.rollout_sources.sync import record
+    from megatron_rl.training.rollout_sources.validation import load_validated
     from megatron_rl.training.score import score_batch
     from megatron_rl.training.update import update_actor, update_critic
 
@@ -170,8 +173,11 @@ def count_passes(config) -> dict[str, tuple[int, int]]:
     return found
 
 
-EVERY_PASS = {"policy": {"name": "st_ppo", "clipping_bias": "exact", "advantage": "mean"}, "router_losses": {"aux_coef": 0.01}}
-"""Over an EWMA anchor: log-probs of the anchor, of the whole step, the norm of what clipping cuts away, and the step."""
+EVERY_PASS = {
+    "policy": {"name": "st_ppo", "clipping_bias": "exact", "advantage": "mean"},
+    "router_losses": {"aux_coef": 0.01},
+}
+"""Over an EWMA anchor: log-probs of the anchor, of the whole step, the norm of what clipping cuts, and the step."""
 
 
 def test_an_optimizer_step_prepares_its_micro_batches_once(ranks: RankPool, tiny: Path, tmp_path: Path) -> None:
@@ -186,7 +192,6 @@ def check(config, tamper: str) -> str:
     """What the first-step check says of freshly sampled rollouts after one thing was changed."""
     from megatron_rl.errors import ConfigError
     from megatron_rl.training.first_step_check import check_first_step
-    from megatron_rl.training.rollout_sources.validation import load_validated
     from megatron_rl.training.rollout_sources.sync import record
 
     trainer, _ = _loop(config)
@@ -234,8 +239,8 @@ def test_the_gate_names_the_cause(ranks: RankPool, tiny: Path, tmp_path: Path, t
 
 
 def read_bad(config, version: int) -> int:
-    from megatron_rl.training.rollout_sources.validation import load_validated
     from megatron_rl.training.rollout_sources.sync import record
+    from megatron_rl.training.rollout_sources.validation import load_validated
 
     trainer, _ = _loop(config)
     directory = record(config, trainer.source.engine, trainer.task, 0, trainer.output / "rollouts")
@@ -255,7 +260,9 @@ def test_phase_offload_changes_nothing_but_memory(ranks: RankPool, tiny: Path, t
     def settings(offload: bool):
         layout = {"expert": 2, "phase_offload": offload}
         output = tmp_path / f"{dtype}-{offload}"
-        return _config(tiny, output, parallel=layout, model={"dtype": dtype}, iterations=2, first_step_check={"enabled": False})
+        return _config(
+            tiny, output, parallel=layout, model={"dtype": dtype}, iterations=2, first_step_check={"enabled": False}
+        )
 
     kept, offloaded = (ranks.run(train, 2, settings(offload))[0] for offload in (False, True))
     assert_moved(tiny, tmp_path / f"{dtype}-True")
